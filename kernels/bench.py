@@ -1,0 +1,219 @@
+"""Times the compiled operators: first the gate, then the clock. A kernel that is wrong is never timed.
+
+python kernels/bench.py                          the two usual shapes
+python kernels/bench.py --shape 4,4096,12,64 --dtype bf16 --threads 2 --write --note "quiet machine"
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rwkv_spec.errors import UserError
+from rwkv_spec.ops.dropout import dropout, dropout_torch
+from rwkv_spec.ops.reference import wkv7_reference
+from rwkv_spec.ops.wkv import kernels_of_this_machine, wkv7
+
+# Error ratio = RMS error / RMS of the reference in float64.
+GATES = {"fp32": 1e-6, "bf16": 4e-3}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GATE_TIMES = (1, 15, 16, 17, 257)
+SHAPES = ((16, 512, 2, 64), (8, 1024, 12, 64))
+PAGE = Path(__file__).parent / "BENCH.md"
+
+Operator = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One timing: microseconds of a whole call, and of one token of one head."""
+
+    operator: str
+    shape: tuple[int, int, int, int]
+    dtype: str
+    median_us: float
+    quartiles_us: tuple[float, float]
+    best_us: float
+
+    @property
+    def per_token_head_us(self) -> float:
+        B, T, H, _ = self.shape
+        return self.median_us / (B * T * H)
+
+
+def make_inputs(B: int, T: int, H: int, N: int, dtype: torch.dtype) -> list[Tensor]:
+    """r, w_raw, k, v, a, b and a state as a model gives them."""
+    generator = torch.Generator().manual_seed(T)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    kappa = torch.nn.functional.normalize(normal(B, T, H, N), dim=-1)
+    w_raw = torch.rand((B, T, H, N), generator=generator) * 20 - 12
+    rest = (normal(B, T, H, N), normal(B, T, H, N), -kappa, kappa * torch.sigmoid(normal(B, T, H, N)))
+    return [*(x.to(dtype) for x in (normal(B, T, H, N), w_raw, *rest)), normal(B, H, N, N)]
+
+
+def error_ratio(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def gate_wkv7(operator: Operator, *, head_size: int, dtype: str) -> list[str]:
+    """What is wrong with the operator: one line for each result over its gate; empty where it may be timed."""
+    names = ("y", "state", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
+    red = []
+    for T in GATE_TIMES:
+        inputs = make_inputs(2, T, 2, head_size, DTYPES[dtype])
+        starts = torch.zeros(2, T, dtype=torch.bool)
+        starts[0, T // 3] = True
+        dy = torch.randn(2, T, 2, head_size, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+        results = []
+        for function, leaves in (
+            (operator, [x.clone().requires_grad_() for x in inputs]),
+            (wkv7_reference, [x.double().requires_grad_() for x in inputs]),
+        ):
+            y, state = function(*leaves, starts_BT=starts)
+            loss = (y * dy.to(y.dtype)).sum() + (state * inputs[6].to(state.dtype)).sum()
+            gradients = torch.autograd.grad(loss, leaves)
+            results.append([x.detach() for x in (y, state, *gradients)])
+        for name, got, want in zip(names, *results, strict=True):
+            ratio = error_ratio(got, want)
+            # Written so that a result that is not a number is red too.
+            if not ratio < GATES[dtype]:
+                red.append(f"wkv7 {dtype} N={head_size} T={T}: {name} error ratio {ratio:.1e}, gate {GATES[dtype]:.0e}")
+    return red
+
+
+def gate_dropout(dtype: str) -> list[str]:
+    x = torch.randn(3, 65, 100, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    seed = torch.tensor([1, -2, 3])
+    same = torch.equal(
+        dropout(x, p=0.3, seed_B=seed, site=1, backend="cpu"), dropout_torch(x, p=0.3, seed_B=seed, site=1)
+    )
+    return [] if same else [f"dropout {dtype}: compiled and plain form differ"]
+
+
+def clock(function: Callable[[], object], seconds: float) -> list[float]:
+    """Microseconds of each call, for at least so long and at least five times."""
+    function()
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(samples) < 5:
+        start = time.perf_counter()
+        function()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return samples
+
+
+def time_shape(shape: tuple[int, int, int, int], dtype: str, seconds: float) -> list[Row]:
+    B, T, H, N = shape
+    *inputs, _ = make_inputs(*shape, DTYPES[dtype])
+    operators = torch.ops.rwkv_spec
+    y, _, *kept = operators.wkv7_forward(*inputs, None, None, True)
+    x_BTC = inputs[0].reshape(B, T, H * N)
+    seed_B = torch.arange(B)
+    jobs: list[tuple[str, Callable[[], object]]] = [
+        ("wkv7 forward, no gradients", lambda: operators.wkv7_forward(*inputs, None, None, False)),
+        ("wkv7 forward", lambda: operators.wkv7_forward(*inputs, None, None, True)),
+        ("wkv7 backward", lambda: operators.wkv7_backward(*inputs, None, None, *kept, y, None, False)),
+        ("dropout", lambda: operators.dropout(x_BTC, seed_B, 0.1, 0, 0)),
+    ]
+    rows = []
+    for name, job in jobs:
+        samples = clock(job, seconds)
+        low, median, high = statistics.quantiles(samples, n=4)
+        rows.append(Row(name, shape, dtype, median, (low, high), min(samples)))
+    return rows
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    command = ["git", "-C", str(PAGE.parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "-"
+
+
+def table_rows(rows: Sequence[Row], note: str) -> list[str]:
+    kernels = kernels_of_this_machine()
+    machine = (
+        f"{date.today()} | {cpu_name()}, {kernels.instructions} | {torch.get_num_threads()} | "
+        f"{torch.__version__} | {kernels.compiler} | {commit()}"
+    )
+    lines = []
+    for row in rows:
+        shape = "x".join(str(size) for size in row.shape)
+        low, high = row.quartiles_us
+        lines.append(
+            f"| {machine} | {row.operator} | {shape} | {row.dtype} | {row.median_us:.0f} | {low:.0f} to {high:.0f} | "
+            f"{row.best_us:.0f} | {row.per_token_head_us:.3f} | {note} |"
+        )
+    return lines
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    try:
+        B, T, H, N = (int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not B,T,H,N such as 16,512,2,64") from None
+    if min(B, T, H, N) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: every size must be at least 1")
+    return B, T, H, N
+
+
+def main(arguments: Sequence[str] | None = None, *, operator: Operator | None = None) -> int:
+    """Exit status 0; 1 where the gate is red; 2 where the user can fix it. `operator` takes the place of wkv7 there."""
+    parser = argparse.ArgumentParser(description="Gates, then times the compiled operators.")
+    parser.add_argument("--shape", type=parse_shape, action="append", help="B,T,H,N; may be given several times")
+    parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="default: both")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each operator and shape")
+    parser.add_argument("--write", action="store_true", help=f"append the rows to {PAGE.name}")
+    parser.add_argument("--note", default="", help="what the machine was doing")
+    options = parser.parse_args(arguments)
+    shapes, dtypes = options.shape or SHAPES, options.dtype or list(DTYPES)
+    torch.set_num_threads(options.threads)
+    gated = operator or (lambda *xs, starts_BT: wkv7(*xs, starts_BT=starts_BT, backend="cpu"))
+    try:
+        red = [line for dtype in dtypes for line in gate_dropout(dtype)]
+        for head_size in sorted({shape[3] for shape in shapes}):
+            red += [line for dtype in dtypes for line in gate_wkv7(gated, head_size=head_size, dtype=dtype)]
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if red:
+        print("\n".join([*red, "the gate is red: nothing was timed"]), file=sys.stderr)
+        return 1
+    for dtype in dtypes:
+        for shape in shapes:
+            lines = table_rows(time_shape(shape, dtype, options.seconds), options.note)
+            print("\n".join(lines), flush=True)
+            if options.write:
+                with PAGE.open("a", encoding="utf-8") as file:
+                    file.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

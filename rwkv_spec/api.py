@@ -1,0 +1,199 @@
+"""The public face, to be read like a table of contents. Only this module and training.py know all the others.
+
+Each function takes a spec (a path, a dict or a checked Spec) and plain keywords. Torch is imported where it is needed:
+checking a spec does not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rwkv_spec.data.source import Given
+from rwkv_spec.data.store import Store
+from rwkv_spec.errors import UserError
+from rwkv_spec.preflight import Inputs, preflight
+from rwkv_spec.preparing import foreseen, prepare_inputs, terminal_console
+from rwkv_spec.spec.plan import Plan
+from rwkv_spec.spec.types import Spec
+from rwkv_spec.spec.validate import validate
+from rwkv_spec.tokenizer.protocol import Tokenizer
+
+if TYPE_CHECKING:
+    from rwkv_spec.benchmark import Report
+    from rwkv_spec.checkpoint.detect import Info
+    from rwkv_spec.model.language_model import LanguageModel
+    from rwkv_spec.planning import Planned
+    from rwkv_spec.training import Run
+
+SpecSource = str | Path | Mapping[str, object] | Spec
+
+
+def check(spec: SpecSource, overrides: Sequence[str] = ()) -> Spec:
+    """The checked spec, everything it names opened once; or SpecError with every problem in `.problems`."""
+    return _inputs(spec, overrides).spec
+
+
+def run(
+    spec: SpecSource,
+    *,
+    data: Given | None = None,
+    eval_data: Given | None = None,
+    tokenizer: Tokenizer | None = None,
+    overrides: Sequence[str] = (),
+    resume: str = "auto",
+) -> Run:
+    """Check, plan, prepare and train, or go on where the run in work_dir stopped; then everything lies in work_dir.
+
+    `data`, `eval_data`: arrays or lists of integers in place of the spec's data.train and data.eval. `resume`: auto |
+    never | must. Raises a UserError (SpecError, DataError, CheckpointError, KernelError) for what a user can fix.
+    """
+    if resume not in ("auto", "never", "must"):
+        raise ValueError(f"resume is {resume!r}; it is auto, never or must")
+    inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
+
+    from rwkv_spec.training import train
+
+    return train(inputs, given=spec, resume=resume)
+
+
+def plan(
+    spec: SpecSource,
+    *,
+    data: Given | None = None,
+    eval_data: Given | None = None,
+    tokenizer: Tokenizer | None = None,
+    overrides: Sequence[str] = (),
+    num_processes: int = 1,
+    engine: str | None = None,
+) -> Plan:
+    """What a run of this spec would do. Reads the token store if there is one, else at most 64 MB of each source."""
+    return planned(
+        spec,
+        data=data,
+        eval_data=eval_data,
+        tokenizer=tokenizer,
+        overrides=overrides,
+        num_processes=num_processes,
+        engine=engine,
+    ).plan
+
+
+def planned(
+    spec: SpecSource,
+    *,
+    data: Given | None = None,
+    eval_data: Given | None = None,
+    tokenizer: Tokenizer | None = None,
+    overrides: Sequence[str] = (),
+    num_processes: int = 1,
+    engine: str | None = None,
+) -> Planned:
+    """The plan with what it was made from: as text it is what `rwkv-spec plan` prints."""
+    if num_processes < 1:
+        raise UserError(f"{num_processes} processes: a world has at least one")
+    inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
+
+    from rwkv_spec.planning import make_planned, make_world
+
+    world = make_world(inputs.spec, num_processes=num_processes, engine=engine)
+    return make_planned(inputs.spec, shape=inputs.shape, data=foreseen(inputs), world=world)
+
+
+def prepare(
+    spec: SpecSource,
+    *,
+    data: Given | None = None,
+    eval_data: Given | None = None,
+    tokenizer: Tokenizer | None = None,
+    overrides: Sequence[str] = (),
+    verify: bool = False,
+) -> Store:
+    """Turn the data into a token store and return it; `verify` hashes sources even if their size and time match."""
+    inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
+    return prepare_inputs(inputs, terminal_console(), verify=verify)
+
+
+def initialize(spec: SpecSource, *, overrides: Sequence[str] = ()) -> Path:
+    """Write the weights that a run would start from to out/rwkv-init and return that path."""
+    inputs = _inputs(spec, overrides)
+
+    from rwkv_spec.start import write_initial_weights
+
+    return write_initial_weights(inputs)
+
+
+def bench(spec: SpecSource, *, overrides: Sequence[str] = (), num_steps: int = 12) -> Report:
+    """Time optimizer steps of this spec on random tokens on this machine."""
+    inputs = _inputs(spec, overrides)
+
+    from rwkv_spec.benchmark import measure
+
+    return measure(inputs, num_steps=num_steps)
+
+
+def inspect(path: str | Path) -> Info:
+    """What a checkpoint file holds, read from its header; CheckpointError says what else it is."""
+    from rwkv_spec.checkpoint.detect import describe
+    from rwkv_spec.checkpoint.format import read_header
+
+    return describe(read_header(Path(path).expanduser()))
+
+
+def load(path: str | Path, *, device: str = "cpu", dtype: str = "fp32") -> LanguageModel:
+    """A checkpoint as a model: `model(ids_BT) -> logits_BTV`, `model.step(ids_B, state) -> (logits_BV, state)`."""
+    from rwkv_spec.inference import load_model
+
+    return load_model(Path(path).expanduser(), device=device, dtype=dtype)
+
+
+def generate(
+    checkpoint_or_run_dir: str | Path,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    stop_sequences: Sequence[str] = (),
+    seed: int = 0,
+) -> list[str]:
+    """Continue each prompt with a run's final weights, or with those of a file; the tokenizer defaults to the run's.
+
+    A prompt is text, or a list of values of a numeric tokenizer. temperature 0 takes the likeliest token.
+    """
+    from rwkv_spec.inference import find_tokenizer, find_weights, generate_texts, load_model
+
+    source = Path(checkpoint_or_run_dir).expanduser()
+    model = load_model(find_weights(source), device="cpu", dtype="fp32")
+    return generate_texts(
+        model,
+        tokenizer or find_tokenizer(source),
+        [prompts] if isinstance(prompts, str) else prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop_sequences=stop_sequences,
+        seed=seed,
+    )
+
+
+def _inputs(
+    spec: SpecSource,
+    overrides: Sequence[str],
+    *,
+    data: Given | None = None,
+    eval_data: Given | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Inputs:
+    checked = validate(
+        spec,
+        overrides,
+        has_data=data is not None,
+        has_tokenizer=tokenizer is not None,
+        has_eval_data=eval_data is not None,
+    )
+    return preflight(checked, data=data, eval_data=eval_data, tokenizer=tokenizer)

@@ -1,0 +1,44 @@
+"""A request to stop: SIGTERM, Ctrl-C, or a launcher that is gone. The run finishes its step, saves, and ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+# Both launchers leave one of these in the environment of the processes that they start.
+_LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+
+
+class StopRequest:
+    """Within its `with` block, signals set a flag instead of ending the process; a second Ctrl-C ends it at once."""
+
+    def __init__(self) -> None:
+        self._flag = False
+        self._parent = os.getppid() if any(mark in os.environ for mark in _LAUNCHER_MARKS) else None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        # Python delivers signals to the main thread only; in another thread the run is stopped by its caller.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._flag and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._flag = True
+
+    def requested(self) -> bool:
+        """True once a signal came, or once the launcher that started this process has gone without a word."""
+        if self._parent is not None and os.getppid() != self._parent:
+            self._flag = True
+        return self._flag

@@ -1,0 +1,302 @@
+"""Builds the operators in kernels/cpu with ninja at first use and loads them.
+
+Promises: a library is published whole or not at all, however many processes build at once or are killed; a damaged or
+foreign one is never loaded; a lock left behind costs seconds, never a hang. Environment read here, and only here:
+CXX (the compiler), XDG_CACHE_HOME and LOCALAPPDATA (where the cache lies).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rwkv_spec.errors import KernelError
+from rwkv_spec.ops.publish import is_whole, publish
+
+HEAD_SIZES = (16, 32, 48, 64, 80, 96, 112, 128)
+FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra")
+
+
+class NoCompiler(KernelError):
+    """There is nothing to compile with on this machine; the torch fallback still works."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: how to call it, what it calls itself, and all that it says of its version."""
+
+    command: tuple[str, ...]
+    name: str
+    version_text: str
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The loaded operators. `remark` is empty, or one sentence on what the user may want to change."""
+
+    library: ctypes.CDLL
+    compiler: str
+    instructions: str
+    remark: str
+
+
+def load_kernels(check: Callable[[ctypes.CDLL], None]) -> Kernels:
+    """The compiled operators, built if need be. NoCompiler or KernelError if that cannot be.
+
+    `check` tries a library that was just built and raises KernelError: compilers make mistakes, and a wrong sum trains.
+    """
+    return build_and_load(find_compiler(), source_folder(), cache_folder(), check)
+
+
+def build_and_load(compiler: Compiler, sources: Path, cache: Path, check: Callable[[ctypes.CDLL], None]) -> Kernels:
+    """As load_kernels, with everything given. Where the cache cannot be written a temporary folder takes its place."""
+
+    def build(folder: Path) -> None:
+        compile_into(folder, name, compiler, sources, flags)
+        # On Windows a library that was loaded could not be renamed any more.
+        if sys.platform != "win32":
+            check(open_library(folder / name))
+
+    flags = (*FLAGS, *machine_flags())
+    name = "rwkv_kernels.dll" if sys.platform == "win32" else "rwkv_kernels.so"
+    key = build_key(compiler, sources, flags)
+    remark = ""
+    try:
+        if not is_whole(cache / key, name):
+            cache.mkdir(parents=True, exist_ok=True)
+        target = publish(cache / key, name, build)
+    except OSError as error:
+        remark = f"{cache} cannot be written ({error.strerror or error}), so each start builds anew; make it writable"
+        library = _build_for_once(name, build)
+    else:
+        library = open_library(target / name)
+    library.wkv7_instructions_64.restype = ctypes.c_char_p
+    return Kernels(library, compiler.name, library.wkv7_instructions_64().decode(), remark)
+
+
+def _build_for_once(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
+    """A library that lives as long as this process."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="rwkv_spec-", ignore_cleanup_errors=True) as folder:
+            build(Path(folder))
+            return open_library(Path(folder) / name)
+    except OSError as error:
+        raise KernelError(
+            f"the operators cannot be built in a temporary folder either: {error}; choose kernels: torch"
+        ) from error
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """The library as ctypes sees it; what the system's loader says against it becomes a KernelError."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(f"{path}: the compiled operators cannot be loaded: {error}; choose kernels: torch") from error
+
+
+# ---- what to build with, from, and where to ----
+
+
+def find_compiler() -> Compiler:
+    """The compiler that CXX names, else the first of c++, g++ and clang++ on PATH."""
+    given = os.environ.get("CXX", "").strip()
+    if given:
+        command = shlex.split(given, posix=os.name == "posix")
+        found = shutil.which(command[0])
+        if found is None:
+            raise KernelError(f"CXX={given}: there is no such compiler; correct or unset CXX, or choose kernels: torch")
+        return _describe((found, *command[1:]), Path(found).stat().st_mtime_ns)
+    for name in ("c++", "g++", "clang++"):
+        found = shutil.which(name)
+        if found is not None:
+            try:
+                return _describe((found,), Path(found).stat().st_mtime_ns)
+            except KernelError:
+                # macOS has a c++ that only asks for the developer tools.
+                continue
+    raise NoCompiler(f"no C++ compiler on PATH (looked for c++, g++, clang++); {how_to_get_a_compiler()}")
+
+
+def how_to_get_a_compiler() -> str:
+    """One imperative clause for this operating system."""
+    if sys.platform == "darwin":
+        return "get one with: xcode-select --install"
+    if sys.platform == "win32":
+        return "get one with: winget install -e --id BrechtSanders.WinLibs.POSIX.UCRT"
+    for manager, command in (
+        ("apt-get", "apt-get install g++"),
+        ("dnf", "dnf install gcc-c++"),
+        ("pacman", "pacman -S gcc"),
+        ("zypper", "zypper install gcc-c++"),
+        ("apk", "apk add g++"),
+    ):
+        if shutil.which(manager):
+            return f"get one with: {command}"
+    return "install g++ or clang++"
+
+
+@functools.lru_cache(maxsize=8)
+def _describe(command: tuple[str, ...], modified: int) -> Compiler:
+    """Asks the compiler what it is; `modified` makes an exchanged compiler a new question."""
+    result = _call([*command, "--version"], what=command[0])
+    text = result.stdout
+    family = "clang" if "clang" in text.lower() else "g++"
+    version = re.search(r"\d+\.\d+(\.\d+)?(?=\D*$)", text.partition("\n")[0])
+    return Compiler(command, f"{family} {version.group() if version else ''}".strip(), text)
+
+
+def source_folder() -> Path:
+    """The C++ sources: inside an installed package, else in the checkout that it lies in."""
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "_kernels" / "cpu", package.parent / "kernels" / "cpu")
+    for place in places:
+        if (place / "wkv7.cpp").is_file():
+            return place
+    raise KernelError(f"the operators' sources are in neither {places[0]} nor {places[1]}; install rwkv_spec again")
+
+
+def cache_folder() -> Path:
+    """This user's cache folder for compiled operators, as the platform has it."""
+    given = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
+    if given and Path(given).is_absolute():
+        root = Path(given)
+    elif sys.platform == "darwin":
+        root = Path("~/Library/Caches").expanduser()
+    else:
+        root = Path("~/.cache").expanduser()
+    return root / "rwkv_spec" / "kernels"
+
+
+def machine_flags() -> tuple[str, ...]:
+    """What makes the compiler use all that this processor has, and what makes a library of the result."""
+    machine = platform.machine().lower()
+    native: tuple[str, ...] = ()
+    if machine in ("x86_64", "amd64", "i686"):
+        native = ("-march=native",)
+    elif machine in ("arm64", "aarch64"):
+        native = ("-mcpu=native",)
+    return native if sys.platform == "win32" else (*native, "-fPIC")
+
+
+def machine_text() -> str:
+    """Which processor this is, so that machines that share a home folder don't share machine code."""
+    text = f"{sys.platform} {platform.machine()} {platform.processor()}"
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if not line.strip():
+                    break
+                if line.split(":")[0].strip() in ("vendor_id", "model name", "flags", "Features", "CPU part"):
+                    text += line
+    except OSError:
+        pass
+    return text
+
+
+def build_key(compiler: Compiler, sources: Path, flags: tuple[str, ...]) -> str:
+    """A name for the library: equal only for equal sources, compiler, flags and processor."""
+    digest = hashlib.sha256()
+    for path in sorted(sources.glob("*.[ch]pp")):
+        digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for text in (*compiler.command, compiler.version_text, *flags, str(HEAD_SIZES), machine_text()):
+        digest.update(f"{text}\0".encode())
+    return digest.hexdigest()[:32]
+
+
+# ---- compiling ----
+
+
+def compile_into(folder: Path, name: str, compiler: Compiler, sources: Path, flags: tuple[str, ...]) -> None:
+    """Builds every operator in `folder`, side by side, and links them to `name`; nothing else is left there."""
+    work = folder / "work"
+    work.mkdir()
+    objects, rules = [], ["rule compile", "  command = $cxx $flags $define -c $in -o $out", "rule link"]
+    # A library for Windows carries the compiler's own runtime, which is on no other machine's PATH.
+    static = " -static-libgcc -static-libstdc++" if sys.platform == "win32" else ""
+    rules.append(f"  command = $cxx -shared -o $out $in{static}")
+    for source in sorted(sources.glob("*.[ch]pp")):
+        shutil.copyfile(source, work / source.name)
+        if source.suffix == ".hpp":
+            continue
+        # A templated operator is one object for each head size.
+        for size in HEAD_SIZES if source.stem.startswith("wkv") else (0,):
+            objects.append(f"{source.stem}_{size}.o")
+            rules += [f"build {objects[-1]}: compile {source.name}", f"  define = -DHEAD_SIZE={size}"]
+    quote = shlex.join if os.name == "posix" else subprocess.list2cmdline
+    variables = {"cxx": quote(compiler.command), "flags": quote(flags)}
+    lines = [f"{key} = {value.replace('$', '$$')}" for key, value in variables.items()]
+    lines += [*rules, f"build {name}: link {' '.join(objects)}", ""]
+    (work / "build.ninja").write_text("\n".join(lines), encoding="utf-8")
+    result = _call([_ninja(), "-C", str(work), "-j", str(os.cpu_count() or 1)], what="ninja", check=False)
+    if result.returncode != 0:
+        message = re.sub(r"^(ninja: .*|\[\d+/\d+\].*)\n?", "", result.stdout + result.stderr, flags=re.MULTILINE)
+        raise KernelError(
+            f"{sources}: compiling the operators with {compiler.name} failed; "
+            f"try another compiler by CXX=..., or choose kernels: torch\n{message.strip()[:4000]}"
+        )
+    (work / name).replace(folder / name)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _ninja() -> str:
+    try:
+        import ninja
+    except ImportError:
+        found = shutil.which("ninja")
+        if found is None:
+            raise KernelError("ninja is missing; pip install ninja, or choose kernels: torch") from None
+        return found
+    return str(Path(ninja.BIN_DIR) / "ninja")
+
+
+def _call(command: list[str], *, what: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except OSError as error:
+        raise KernelError(f"{what} cannot be started: {error}; choose kernels: torch to go without it") from error
+    if check and result.returncode != 0:
+        raise KernelError(f"{what} failed: {(result.stderr or result.stdout).strip()[:1000]}")
+    return result
+
+
+# ---- threads ----
+
+
+@functools.lru_cache(maxsize=1)
+def thread_pool() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime that torch has loaded; None: operators use one thread.
+
+    The operators themselves link to no runtime. A second one in the process would keep threads of its own, and both
+    would spin at their barriers for the same cores.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    found = re.findall(r"(/.*/lib(?:gomp|iomp5|omp)[-.][^/\n]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    # torch's own copy comes before one that another package has brought along.
+    for path in sorted(dict.fromkeys(found), key=lambda path: "/torch" not in path):
+        try:
+            runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None

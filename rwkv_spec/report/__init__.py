@@ -1,0 +1,1 @@
+"""What a person sees while a run goes on, and what it leaves to read."""

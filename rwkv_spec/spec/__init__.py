@@ -1,0 +1,1 @@
+"""The spec: its schema, reading, checking, planning."""

@@ -1,0 +1,78 @@
+"""The tokenizer that needs no vocabulary: the UTF-8 byte b of a text is id b + 1, and 0 ends a document; 257 ids."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rwkv_spec.tokenizer.protocol import DecodesBytes, EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.vocab_file import write_vocab
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of a text; half of a surrogate pair has none and is an EncodeError."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"U+{ord(text[error.start]):04X} is half of a surrogate pair, which is no character"
+        raise EncodeError(what, "correct or remove it", error.start) from None
+
+
+class BytesTokenizer:
+    """Any text, byte for byte."""
+
+    vocab_size = 257
+    fingerprint = hashlib.sha256(b"rwkv_spec tokenizer: bytes").hexdigest()
+
+    def __repr__(self) -> str:
+        return "BytesTokenizer()"
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_bytes(utf8(text))
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        return [byte + 1 for byte in data]
+
+    def encode_many(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids of all texts back to back, and how many each text has."""
+        pieces = [utf8(text) for text in texts]
+        ids = np.frombuffer(b"".join(pieces), np.uint8).astype(np.int64) + 1
+        return ids, np.fromiter(map(len, pieces), np.int64, len(pieces))
+
+    def decode(self, ids: Values) -> str:
+        """The text; ends of documents are left out, and bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Values) -> bytes:
+        array = integer_array(ids)
+        at = first_outside(array, 0, 256)
+        if at is not None:
+            raise EncodeError(f"id {array[at]} is outside 0..256", "decode ids of this tokenizer", at)
+        data: bytes = (array[array != 0] - 1).astype(np.uint8).tobytes()
+        return data
+
+    def decoder(self) -> StreamDecoder:
+        return StreamDecoder(self)
+
+    def save_vocab(self, path: str | Path) -> None:
+        write_vocab(path, ((byte + 1, bytes([byte])) for byte in range(256)))
+
+
+class StreamDecoder:
+    """Turns ids into text as they come: a character is given out when its last byte has arrived, never a torn half."""
+
+    def __init__(self, tokenizer: DecodesBytes) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Values) -> str:
+        return self._utf8.decode(self._tokenizer.decode_bytes(ids))
+
+    def finish(self) -> str:
+        """What is left over: U+FFFD where the last character never became whole."""
+        return self._utf8.decode(b"", final=True)

@@ -1,0 +1,106 @@
+"""Inputs for wkv7 that a model can emit, and three ways to all results: float64 reference, C interface, autograd."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from rwkv_spec.ops import wkv
+from rwkv_spec.ops.build import NoCompiler, find_compiler
+from rwkv_spec.ops.reference import wkv7_reference
+from rwkv_spec.ops.wkv import wkv7
+
+GATE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+RESULTS = ("y", "state", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
+
+
+def why_no_compiler() -> str:
+    try:
+        find_compiler()
+    except NoCompiler as error:
+        return str(error)
+    return ""
+
+
+compiled = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs that a model can emit, rounded to the dtype under test, and what flows into the outputs."""
+
+    inputs: tuple[Tensor, ...]
+    starts: Tensor | None
+    dy: Tensor
+    dstate_out: Tensor
+
+
+def make_case(
+    T: int, N: int, dtype: torch.dtype, *, B: int = 2, H: int = 2, starts: bool = True, seed: int = 0
+) -> Case:
+    generator = torch.Generator().manual_seed(seed * 1000 + T * 200 + N)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    kappa = torch.nn.functional.normalize(normal(B, T, H, N), dim=-1)
+    w_raw = torch.rand((B, T, H, N), generator=generator) * 20 - 12
+    b = kappa * torch.sigmoid(normal(B, T, H, N))
+    inputs = [normal(B, T, H, N), w_raw, normal(B, T, H, N), normal(B, T, H, N), -kappa, b]
+    flags = torch.rand((B, T), generator=generator) < 0.1
+    # A first token that starts anew, one in a chunk and one on a chunk's border are always among them.
+    flags[0, 0] = True
+    flags[-1, T // 2] = True
+    if T > 16:
+        flags[0, 16] = True
+    return Case(
+        (*(x.to(dtype) for x in inputs), normal(B, H, N, N)),
+        flags if starts else None,
+        normal(B, T, H, N).to(dtype),
+        normal(B, H, N, N),
+    )
+
+
+def expected(case: Case) -> tuple[Tensor, ...]:
+    leaves = [x.double().requires_grad_() for x in case.inputs]
+    outputs = wkv7_reference(*leaves, starts_BT=case.starts)
+    gradients = torch.autograd.grad(outputs, leaves, [case.dy.double(), case.dstate_out.double()])
+    return tuple(x.detach() for x in (*outputs, *gradients))
+
+
+def poisoned(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(x.fill_(float("nan")) for x in tensors)
+
+
+def through_library(library: ctypes.CDLL, case: Case) -> tuple[Tensor, ...]:
+    """Outputs and all gradients from the C interface itself, which must fill every place of its NaN-filled outputs."""
+    r = case.inputs[0]
+    y, state, *kept = poisoned(wkv._forward_outputs(r, save=True))
+    gradients = poisoned(wkv._backward_outputs(r, need_dstate_in=True))
+    wkv._run(library, "wkv7_forward", r, (*case.inputs, case.starts), (y, state, *kept))
+    saved = (*case.inputs, case.starts, *kept, case.dy, case.dstate_out)
+    wkv._run(library, "wkv7_backward", r, saved, gradients)
+    return (y, state, *gradients)
+
+
+def through_autograd(case: Case, backend: str) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in case.inputs]
+    outputs = wkv7(*leaves, starts_BT=case.starts, backend=backend)
+    gradients = torch.autograd.grad(outputs, leaves, [case.dy, case.dstate_out])
+    return tuple(x.detach() for x in (*outputs, *gradients))
+
+
+def error_ratio(got: Tensor, want: Tensor) -> float:
+    if not want.any():
+        return float("inf") if got.any() else 0.0
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def worst(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    ratios = [error_ratio(x, y) for x, y in zip(got, want, strict=True)]
+    return float("inf") if any(ratio != ratio for ratio in ratios) else max(ratios)
