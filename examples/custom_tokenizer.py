@@ -1,7 +1,9 @@
-"""Train with a tokenizer of your own: python examples/custom_tokenizer.py [WORK_DIR]
+"""Train with a tokenizer of your own.
 
-It needs encode, decode, vocab_size and fingerprint, nothing to inherit and nothing to register. Id 0 stays free: it ends
-a document. This one has an id for each word, so that the text comes back whole.
+    python examples/custom_tokenizer.py [WORK_DIR]
+
+It needs encode, decode, vocab_size and fingerprint; nothing to inherit from, nothing to register. Id 0 stays
+free: it ends a document. This one has an id for each word.
 """
 
 from __future__ import annotations

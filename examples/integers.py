@@ -1,7 +1,9 @@
-"""Train on integers 0 to 999 straight from a numpy array, with the spec as a dict: python examples/integers.py [WORK_DIR]
+"""Train on integers 0 to 999, straight from a numpy array, with the spec as a dict.
 
-The data are orbits of the logistic map x -> 3.9 x (1 - x) from random starts, cut into 1000 steps. Chaos forgets where it
-began but not its rule: from one value alone the next one is known to a few steps, and that is what the model finds out.
+    python examples/integers.py [WORK_DIR]
+
+The data are orbits of the logistic map x -> 3.9 x (1 - x) from random starts, in steps of a thousandth. An orbit looks
+like noise, but its rule gives the next value from the last one to within a few steps: that is what the model finds out.
 """
 
 from __future__ import annotations

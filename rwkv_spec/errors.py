@@ -28,7 +28,7 @@ class Problem:
 
 
 class UserError(Exception):
-    """The root of all errors that a user can fix: the command line prints it without a traceback, status 2."""
+    """The root of all errors that a user can fix: the command line prints it without a traceback."""
 
 
 class SpecError(UserError):

@@ -59,10 +59,29 @@ def find_tokenizer(source: Path) -> Tokenizer:
         raise UserError(
             f"{source}: no {resolved} says which tokenizer it was trained with; pass tokenizer=, or name a run folder"
         )
-    section = yaml.safe_load(resolved.read_text(encoding="utf-8")).get("tokenizer")
+    section = _tokenizer_section(resolved)
+    copy = RunFolder(work_dir).data / "vocab.txt"
+    if section.get("type") == "vocab" and not Path(str(section.get("path"))).is_file() and copy.is_file():
+        section = {**section, "path": copy}
+    try:
+        return build_tokenizer(**section)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{resolved}: its tokenizer section cannot be used: {error}; pass tokenizer=") from error
+
+
+def _tokenizer_section(resolved: Path) -> dict[str, object]:
+    try:
+        tree = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{resolved}: cannot be read: {error}; pass tokenizer=") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{resolved}: holds no spec; pass tokenizer=")
+    section = tree.get("tokenizer")
     if section is None:
         raise UserError(f"{resolved}: the run's tokenizer came from Python; pass it as tokenizer=")
-    return build_tokenizer(**section)
+    if not isinstance(section, dict) or not all(isinstance(key, str) for key in section):
+        raise UserError(f"{resolved}: its tokenizer section cannot be used: {section!r}; pass tokenizer=")
+    return section
 
 
 def generate_texts(

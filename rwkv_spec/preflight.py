@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +103,10 @@ def _eval_rule(spec: Spec, eval_data: Given | None, problems: list[Problem]) -> 
 
 def _tokenizer(spec: Spec, given: Tokenizer | None, problems: list[Problem]) -> Tokenizer | None:
     if given is not None:
-        missing = [name for name in ("encode", "decode", "vocab_size", "fingerprint") if not hasattr(given, name)]
-        if missing:
-            what = f"{type(given).__name__} lacks {', '.join(missing)}"
-            problems.append(
-                spec.problem("tokenizer", what, "a tokenizer has encode, decode, vocab_size and fingerprint")
-            )
+        wrong = _faults_of_tokenizer(given)
+        if wrong:
+            fix = "a tokenizer has encode(text), decode(ids), vocab_size (a whole number) and fingerprint (text)"
+            problems.append(spec.problem("tokenizer", f"{type(given).__name__} {'; '.join(wrong)}", fix))
             return None
         return given
     section = spec.tokenizer
@@ -119,6 +118,22 @@ def _tokenizer(spec: Spec, given: Tokenizer | None, problems: list[Problem]) -> 
     except (DataError, ValueError) as error:
         problems.append(spec.problem("tokenizer.path" if section.path else "tokenizer", str(error)))
         return None
+
+
+def _faults_of_tokenizer(given: object) -> list[str]:
+    """What a tokenizer of the user's own lacks, or has of the wrong kind."""
+    missing = [name for name in ("encode", "decode", "vocab_size", "fingerprint") if not hasattr(given, name)]
+    wrong = [f"lacks {', '.join(missing)}"] if missing else []
+    for name in ("encode", "decode"):
+        if not callable(getattr(given, name, len)):
+            wrong.append(f"has a {name} that is no function")
+    rows = getattr(given, "vocab_size", 1)
+    if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
+        wrong.append(f"has the vocab_size {rows!r}")
+    fingerprint = getattr(given, "fingerprint", "")
+    if not isinstance(fingerprint, str):
+        wrong.append(f"has the fingerprint {fingerprint!r}")
+    return wrong
 
 
 def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> ModelShape | None:

@@ -13,7 +13,7 @@ from rwkv_spec.data.order import magic_prime
 from rwkv_spec.data.prepare import find_store, prepare
 from rwkv_spec.data.source import Given
 from rwkv_spec.data.store import Store
-from rwkv_spec.errors import DataError
+from rwkv_spec.errors import DataError, SpecError
 from rwkv_spec.preflight import Inputs
 from rwkv_spec.report.console import Console
 from rwkv_spec.run_folder import RunFolder
@@ -51,6 +51,9 @@ def foreseen(inputs: Inputs) -> DataStats:
     found = estimate(
         request["sources"], tokenizer=inputs.tokenizer, field=request["field"], eval_rule=request["eval_rule"]
     )
+    if inputs.eval_rule is not None and not found.approximate and not found.eval_documents:
+        problem = inputs.spec.problem("data.eval", "holds out no document", "no row has those values: correct them")
+        raise SpecError([problem])
     return DataStats(
         num_tokens=found.train_tokens,
         num_documents=found.train_documents,

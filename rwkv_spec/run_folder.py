@@ -98,7 +98,9 @@ class RunFolder:
         try:
             write_json(self.run_file, record)
         except OSError as error:
-            raise CheckpointError(f"{self.run_file}: cannot be written: {error}; free space or name another work_dir") from error
+            raise CheckpointError(
+                f"{self.run_file}: cannot be written: {error}; free space or name another work_dir"
+            ) from error
 
     @property
     def shown(self) -> str:

@@ -188,11 +188,16 @@ class Session:
             write_weights(path, weights(self.model), format=save.format, dtype=save.dtype)
 
     def save_state(self, progress: Progress) -> None:
-        """state/step-…: all that a resume needs. Rows written so far are on the disk before the state is."""
-        if not self.engine.is_main:
-            return
-        if self.log is not None:
-            self.log.sync()
+        """state/step-…: all that a resume needs, on the disk when any process goes on."""
+        if self.engine.is_main:
+            # Rows written so far must not be lost if the state is not.
+            if self.log is not None:
+                self.log.sync()
+            self._write_state(progress)
+            self.rotate()
+        self.engine.barrier()
+
+    def _write_state(self, progress: Progress) -> None:
         write_state(
             self.folder.states,
             progress.step,
@@ -205,6 +210,9 @@ class Session:
                 "progress": progress.record(),
             },
         )
+
+    def rotate(self) -> None:
+        """Delete numbered weights and states beyond the newest `keep`."""
         rotate_states(self.folder.states, keep=self.spec.save.keep)
         for path in self.folder.numbered_weights(self.spec.save.format)[: -self.spec.save.keep]:
             path.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ from rwkv_spec.report.metrics import RunLog, cut_back
 from rwkv_spec.run_folder import RunFolder
 from rwkv_spec.session import Progress, Session, derived_values
 from rwkv_spec.spec.resolved import resolved_yaml
-from rwkv_spec.spec.types import Spec
+from rwkv_spec.spec.types import Source, Spec
 from rwkv_spec.train.engine import Engine, Precision, available_device, decide_precision, num_cores
 from rwkv_spec.train.optimizer import build_optimizer, load_optimizer_state
 
@@ -86,7 +86,8 @@ def _from_state(spec: Spec, state: Path) -> Beginning:
     refuse_changes(state, changes(Settings(_part(state, "spec"), kept), Settings(spec_values(spec), kept)))
     micro = resolved.get("micro_batch_size")
     if spec.train.micro_batch_size == "auto" and isinstance(micro, int):
-        spec = replace(spec, train=replace(spec.train, micro_batch_size=micro))
+        sources = {**spec.sources, "train.micro_batch_size": Source("derived")}
+        spec = replace(spec, train=replace(spec.train, micro_batch_size=micro), sources=sources)
     threads = resolved.get("num_threads")
     # Another machine may have fewer cores than the one that the run began on.
     usable = threads if isinstance(threads, int) and 0 < threads <= num_cores() else None

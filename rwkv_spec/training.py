@@ -5,14 +5,14 @@ In the loop stands in plain sight when a run evaluates, writes a row, saves weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from rwkv_spec.data.batch import batches
 from rwkv_spec.data.store import Store
-from rwkv_spec.errors import CheckpointError, UserError
+from rwkv_spec.errors import CheckpointError
 from rwkv_spec.interrupt import StopRequest
 from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.objective.cross_entropy import cross_entropy
@@ -47,13 +47,13 @@ class Run:
 
     def generate(
         self,
-        prompts: list[str] | list[list[int]],
+        prompts: Sequence[str | Sequence[int]],
         *,
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        stop_sequences: tuple[str, ...] = (),
+        stop_sequences: Sequence[str] = (),
         seed: int = 0,
     ) -> list[str]:
         """The continuation of each prompt, without it; a prompt is text, or a list of values of a numeric tokenizer."""
@@ -74,6 +74,8 @@ class Run:
 
 def train(inputs: Inputs, *, given: object, resume: str) -> Run:
     """Train what the inputs say, in their work_dir; `given` is the spec as it was passed, for the run folder's copy."""
+    # Made first: it notices a launcher that goes away while data is prepared.
+    stop = StopRequest()
     spec = inputs.spec
     folder = RunFolder(spec.work_dir)
     beginning = find_beginning(spec, folder, resume=resume)
@@ -87,10 +89,11 @@ def train(inputs: Inputs, *, given: object, resume: str) -> Run:
     try:
         lock = folder.claim() if engine.is_main else None
         try:
-            return _train(inputs, folder, beginning, engine, console, given=given)
-        except UserError as error:
+            return _train(inputs, folder, beginning, engine, console, stop, given=given)
+        except BaseException as error:
+            # Whatever ended it: run.json must not go on saying that it runs.
             if engine.is_main:
-                folder.mark_failed(str(error))
+                folder.mark_failed(str(error) or type(error).__name__)
             raise
         finally:
             if lock is not None:
@@ -101,7 +104,14 @@ def train(inputs: Inputs, *, given: object, resume: str) -> Run:
 
 
 def _train(
-    inputs: Inputs, folder: RunFolder, beginning: Beginning, engine: Engine, console: Console, *, given: object
+    inputs: Inputs,
+    folder: RunFolder,
+    beginning: Beginning,
+    engine: Engine,
+    console: Console,
+    stop: StopRequest,
+    *,
+    given: object,
 ) -> Run:
     planned, store = _plan_and_prepare(inputs, beginning, engine, console)
     session = build_session(inputs, beginning, planned, store, folder=folder, engine=engine, console=console)
@@ -225,10 +235,14 @@ def _already_done(session: Session, progress: Progress) -> Run:
     final = session.folder.weights("rwkv-final", session.spec.save.format)
     if not final.is_file():
         session.save_weights("rwkv-final")
+    if session.engine.is_main:
+        session.rotate()
     return _finished(session, progress, "already finished, nothing to do")
 
 
 def _finished(session: Session, progress: Progress, outcome: str) -> Run:
+    # The first process wrote the final weights; every process's caller may go on to read them.
+    session.engine.barrier()
     final = session.folder.weights("rwkv-final", session.spec.save.format)
     if session.engine.is_main:
         session.folder.write_status("done", step=progress.step, total_steps=session.plan.total_steps)

@@ -1,4 +1,4 @@
-"""Each script in examples/ runs as a person would start it, from a folder of their own, and shows what it is meant to."""
+"""Each script in examples/ runs as a person would start it, from a folder of their own, and shows what it should."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ from tests.tiny import tiny_spec
 PROMPT = [0, 3, 4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 10, 10, 1, 5]
 NUM_GREEDY = 20
 NUM_LAYERS, WIDTH, NUM_IDS = 2, 128, 11
+# 1e-4 is the promise. Both sides are within 3e-6 of float64 here, and another epsilon in a norm makes 4e-5.
+TOLERANCE = 2e-5
 
 # The package decides by environment variables, before it is imported: so it gets a process of its own.
 OTHER_SOFTWARE = """
@@ -79,7 +81,7 @@ def theirs(checkpoint: Path) -> dict[str, object]:
 def test_its_sequence_form_gives_the_same_logits(checkpoint: Path, theirs: dict[str, object]) -> None:
     ours = rwkv_spec.load(checkpoint)(torch.tensor([PROMPT]))[0]
     assert float(ours.std()) > 0.5, "logits near zero would agree whatever the model computes"
-    torch.testing.assert_close(torch.tensor(theirs["sequence"]), ours, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(theirs["sequence"]), ours, rtol=0, atol=TOLERANCE)
 
 
 def test_its_step_form_gives_the_same_logits(checkpoint: Path, theirs: dict[str, object]) -> None:
@@ -89,7 +91,7 @@ def test_its_step_form_gives_the_same_logits(checkpoint: Path, theirs: dict[str,
     for token in PROMPT:
         logits_BV, state = model.step(torch.tensor([token]), state)
         ours.append(logits_BV[0])
-    torch.testing.assert_close(torch.tensor(theirs["steps"]), torch.stack(ours), rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(theirs["steps"]), torch.stack(ours), rtol=0, atol=TOLERANCE)
 
 
 def test_its_greedy_continuation_is_the_same(checkpoint: Path, theirs: dict[str, object]) -> None:

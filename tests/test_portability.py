@@ -124,7 +124,10 @@ def test_the_users_own_modules_are_not_shadowed_and_do_not_shadow(tmp_path: Path
     """A folder with a model.py, data.py and train.py in it is a usual place to start from."""
     for name in ("model", "data", "train", "ops", "report", "spec", "errors", "worker", "tokenizer"):
         (tmp_path / f"{name}.py").write_text(f"MINE = '{name}'\n")
-    code = "import sys, json, rwkv_spec, model\nrwkv_spec.run(json.loads(sys.argv[1]))\nimport data\nprint(model.MINE, data.MINE)"
+    code = (
+        "import sys, json, rwkv_spec, model\nrwkv_spec.run(json.loads(sys.argv[1]))\n"
+        "import data\nprint(model.MINE, data.MINE)"
+    )
     assert python(code, json.dumps(two_steps(tmp_path)), cwd=tmp_path).endswith("model data\n")
 
 

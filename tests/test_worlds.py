@@ -107,12 +107,12 @@ def uneven(folder: Path, **sections: object) -> Path:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
-    """The same spec trained by one process and by two: their work_dirs, and what the two printed."""
+    """The same spec trained by one process and by two: their work_dirs, and all that the two printed."""
     tmp_path = tmp_path_factory.mktemp("worlds")
     rwkv_spec.run(uneven(tmp_path / "one"))
     code, out, error = finish(start(uneven(tmp_path / "two"), launch_config(tmp_path, num_processes=2)))
     assert code == 0, out + error
-    yield tmp_path / "one" / "run", tmp_path / "two" / "run", out
+    yield tmp_path / "one" / "run", tmp_path / "two" / "run", out + error
 
 
 def test_two_processes_have_the_losses_of_one(both: tuple[Path, Path, str]) -> None:
@@ -138,6 +138,10 @@ def test_two_processes_leave_the_weights_of_one(both: tuple[Path, Path, str], na
     for key, tensor in alone.items():
         error = float((together[key] - tensor).norm() / tensor.norm().clamp_min(1e-12))
         assert error < 1e-5, f"{key}: {error:.1e}"
+
+
+def test_two_processes_bring_no_warnings(both: tuple[Path, Path, str]) -> None:
+    assert "Warning" not in both[2]
 
 
 def test_the_files_of_two_processes_are_those_of_one(both: tuple[Path, Path, str]) -> None:

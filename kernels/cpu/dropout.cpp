@@ -1,6 +1,6 @@
 // Dropout without a state: whether an element stays is a pure function of (seed of its row, site, time, channel).
-// Legend: x, y [B, T, C] in float32 or bfloat16; y = x * scale where it stays, else 0. Nothing is saved; the backward is the
-// same call on the gradient. The plain form is in rwkv_spec/ops/dropout.py and gives the same bits.
+// Legend: x, y [B, T, C] in float32 or bfloat16; y = x * scale where it stays, else 0. Nothing is saved; the backward
+// is the same call on the gradient. The plain form is in rwkv_spec/ops/dropout.py and gives the same bits.
 
 #include <cstdint>
 

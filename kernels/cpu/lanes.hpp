@@ -1,4 +1,5 @@
-// Vectors as wide as one register of the machine that this is compiled for, and float32 or bfloat16 memory read as such.
+// Vectors as wide as one register of the machine that this is compiled for, and float32 or bfloat16 memory read as
+// such.
 
 #pragma once
 

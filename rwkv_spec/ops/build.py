@@ -26,7 +26,10 @@ from rwkv_spec.errors import KernelError
 from rwkv_spec.ops.publish import is_whole, publish
 
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 112, 128)
-FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra")
+# The compiled wkv7 saves the state before every 32nd token. Fewer tokens: more memory, and slower; more: a work
+# space that leaves the second-level cache of small processors.
+CHUNK_LENGTH = 32
+FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", f"-DCHUNK_LENGTH={CHUNK_LENGTH}")
 
 
 class NoCompiler(KernelError):

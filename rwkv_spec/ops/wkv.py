@@ -1,7 +1,7 @@
 """wkv7(): the recurrence of RWKV-7 with gradients, over the compiled CPU kernel or plain torch.
 
 Promises: every tensor is checked before C sees it; any T, an initial and a final state with gradients of both, resets.
-The compiled kernel keeps for the backward its inputs and, in float32, the state before every 16th token and the product
+The compiled kernel keeps for the backward its inputs and, in float32, the state before every 32nd token and the product
 of each token's a with the state before it.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import HEAD_SIZES, Kernels, NoCompiler, load_kernels, thread_pool
-from rwkv_spec.ops.reference import CHUNK_LENGTH, wkv7_reference, wkv7_torch
+from rwkv_spec.ops.build import CHUNK_LENGTH, HEAD_SIZES, Kernels, NoCompiler, load_kernels, thread_pool
+from rwkv_spec.ops.reference import wkv7_reference, wkv7_torch
 
 COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 NAMES = ("r", "w_raw", "k", "v", "a", "b")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,10 @@ class Engine:
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Move the model to its device and wrap both for this world."""
-        prepared_model, prepared_optimizer = self.accelerator.prepare(model, optimizer)
+        with warnings.catch_warnings():
+            # Newer versions of torch announce another name, which older ones and accelerate do not know yet.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            prepared_model, prepared_optimizer = self.accelerator.prepare(model, optimizer)
         return prepared_model, prepared_optimizer
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rwkv_spec.ops import wkv
-from rwkv_spec.ops.build import NoCompiler, find_compiler
+from rwkv_spec.ops.build import CHUNK_LENGTH, NoCompiler, find_compiler
 from rwkv_spec.ops.reference import wkv7_reference
 from rwkv_spec.ops.wkv import wkv7
 
@@ -56,8 +56,8 @@ def make_case(
     # A first token that starts anew, one in a chunk and one on a chunk's border are always among them.
     flags[0, 0] = True
     flags[-1, T // 2] = True
-    if T > 16:
-        flags[0, 16] = True
+    if T > CHUNK_LENGTH:
+        flags[0, CHUNK_LENGTH] = True
     return Case(
         (*(x.to(dtype) for x in inputs), normal(B, H, N, N)),
         flags if starts else None,

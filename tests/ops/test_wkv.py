@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rwkv_spec.errors import KernelError
 from rwkv_spec.ops import wkv
-from rwkv_spec.ops.build import FLAGS, HEAD_SIZES, find_compiler, machine_flags, source_folder
+from rwkv_spec.ops.build import CHUNK_LENGTH, FLAGS, HEAD_SIZES, find_compiler, machine_flags, source_folder
 from rwkv_spec.ops.reference import wkv7_torch
 from tests.ops.cases import (
     GATE,
@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL:
 @compiled
 @pytest.mark.parametrize("starts", [False, True], ids=["one document", "starts"])
 @pytest.mark.parametrize("dtype", list(GATE), ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("T", [1, 15, 16, 17])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, CHUNK_LENGTH, CHUNK_LENGTH + 1])
 @pytest.mark.parametrize("N", HEAD_SIZES)
 def test_every_result_matches_float64(library: ctypes.CDLL, N: int, T: int, dtype: torch.dtype, starts: bool) -> None:
     case = make_case(T, N, dtype, starts=starts)
@@ -101,27 +101,28 @@ def test_the_fallback_keeps_a_state_a_chunk_not_a_state_a_token() -> None:
 
 MUTANTS = {
     "decay of zero": ("store(rows + n, decay);", "store(rows + n, V{});"),
-    "no delta term": ("s += sa[q] * b[j];", ""),
-    "no delta term in the backward": ("g += load(m.a + late + q * W) * m.dsa[i];", ""),
+    "no delta term": ("s[q] += sa[q] * b_j;", ""),
+    "no delta term in the backward": (" + load(in + N + q * W) * dsa_i;", ";"),
     "forgotten initial state": ("transpose<N>(m.flipped, m.state);", "std::memset(m.state, 0, sizeof m.state);"),
-    "forgotten state between chunks": (
-        "for (int64_t n = 0; n < chunks; n++) {",
-        "for (int64_t n = 0; n < chunks; n++) {\n        std::memset(m.state, 0, sizeof m.state);",
+    "gradient lost between chunks": (
+        "look_ahead<N>(c, m, item, n, at, rows);",
+        "look_ahead<N>(c, m, item, n, at, rows);\n        std::memset(m.G, 0, sizeof m.G);",
     ),
     "forgotten chunk state": ("if (n > 0) std::memcpy(m.start,", "if (n < 0) std::memcpy(m.start,"),
     "forgotten final state's gradient": ("if (c.dstate_out != nullptr)", "if (c.dstate_out == nullptr)"),
     "forgotten starts": ("starts != nullptr && starts[t] != 0", "starts != nullptr && starts[t] > 1"),
-    "gradient across a start": ("clear || !LEAVE ? m.zero", "!LEAVE ? m.zero"),
+    "gradient across a start": ("clear ? V{} : decay * before", "decay * before"),
+    "sa of the chunk before": ("std::memcpy(m.sa, m.sa + rows * N, N * sizeof(float));", ""),
 }
 
 
 def build_mutant(folder: Path, old: str, new: str) -> ctypes.CDLL:
-    sources = source_folder()
-    for path in sources.glob("*.hpp"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    text = (sources / "wkv7.cpp").read_text(encoding="utf-8")
-    assert text.count(old) == 1, "the mutant's place is gone from the source"
-    (folder / "wkv7.cpp").write_text(text.replace(old, new), encoding="utf-8")
+    places = 0
+    for path in source_folder().glob("*.[ch]pp"):
+        text = path.read_text(encoding="utf-8")
+        places += text.count(old)
+        (folder / path.name).write_text(text.replace(old, new), encoding="utf-8")
+    assert places == 1, "the mutant's place is gone from the sources"
     flags = (*FLAGS, *machine_flags(), "-w", "-DHEAD_SIZE=16", "-shared")
     command = [*find_compiler().command, *flags, str(folder / "wkv7.cpp"), "-o", str(folder / "mutant.so")]
     subprocess.run(command, check=True)
@@ -133,7 +134,7 @@ def build_mutant(folder: Path, old: str, new: str) -> ctypes.CDLL:
 def test_a_mutant_fails(name: str, tmp_path: Path) -> None:
     mutant = build_mutant(tmp_path, *MUTANTS[name])
     for dtype, gate in GATE.items():
-        case = make_case(33, 16, dtype)
+        case = make_case(CHUNK_LENGTH + 8, 16, dtype)
         assert worst(through_library(mutant, case), expected(case)) > 5 * gate
 
 

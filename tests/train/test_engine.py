@@ -120,6 +120,8 @@ def test_engines_of_different_precision_follow_each_other_in_one_process(make: C
         engine.backward(out.float().sum())
         optimizer.step()
         engine.end()
+        # Nothing of this world is left that could decide something in the next one.
+        assert not AcceleratorState._shared_state and not PartialState._shared_state
 
 
 def test_the_autocast_of_fp64_leaves_everything_as_it_is(make: Callable[..., Engine]) -> None:
@@ -144,9 +146,11 @@ def test_clip_returns_the_norm_before_and_zero_only_measures(make: Callable[...,
 
 
 def test_threads_are_those_asked_for_else_all_cores_of_this_process(make: Callable[..., Engine]) -> None:
-    engine = make(threads=1)
-    assert engine.num_threads == torch.get_num_threads() == 1
-    engine.end()
+    for asked in (2, 1):
+        engine = make(threads=asked)
+        assert engine.num_threads == torch.get_num_threads() == asked
+        engine.end()
+    torch.set_num_threads(num_cores() + 1)
     assert make(threads=None).num_threads == torch.get_num_threads() == num_cores() >= 1
 
 
