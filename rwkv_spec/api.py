@@ -15,6 +15,7 @@ from rwkv_spec.data.store import Store
 from rwkv_spec.errors import UserError
 from rwkv_spec.preflight import Inputs, preflight
 from rwkv_spec.preparing import foreseen, prepare_inputs, terminal_console
+from rwkv_spec.process import wait_briefly
 from rwkv_spec.spec.plan import Plan
 from rwkv_spec.spec.types import Spec
 from rwkv_spec.spec.validate import validate
@@ -52,6 +53,7 @@ def run(
     if resume not in ("auto", "never", "must"):
         raise ValueError(f"resume is {resume!r}; it is auto, never or must")
     inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
+    wait_briefly()
 
     from rwkv_spec.training import train
 

@@ -11,14 +11,18 @@ import difflib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rwkv_spec.errors import SpecError, UserError
+from rwkv_spec.process import wait_briefly
 
 STATUS_DONE, STATUS_FAULT, STATUS_USER, STATUS_STOPPED = 0, 1, 2, 75
 SPEC_SUFFIXES = (".yaml", ".yml", ".json")
+# Importing torch on a busy machine takes process 0 some seconds.
+_SECONDS_FOR_PROCESS_0 = 20.0
 
 
 @dataclass(frozen=True)
@@ -34,29 +38,40 @@ class Verb:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # Every process of a launch meets the same error: one of them says it.
-    speaks = os.environ.get("RANK", "0") == "0"
+    wait_briefly()
     try:
         return _dispatch(words)
     except SpecError as error:
-        if speaks:
-            count = len(error.problems)
-            print(
-                f"{error}\n{count} problem{'s' if count > 1 else ''} in the spec; nothing was started.", file=sys.stderr
-            )
+        count = len(error.problems)
+        _tell(f"{error}\n{count} problem{'s' if count > 1 else ''} in the spec; nothing was started.")
         return STATUS_USER
     except UserError as error:
-        if speaks:
-            print(f"rwkv-spec: {error}", file=sys.stderr)
+        _tell(f"rwkv-spec: {error}")
         return STATUS_USER
     except BrokenPipeError:
         # The reader of our output has gone (`| head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_DONE
     except KeyboardInterrupt:
-        if speaks:
+        if _rank() == "0":
             print("\nrwkv-spec: interrupted", file=sys.stderr)
         return 130
+
+
+def _tell(text: str) -> None:
+    """Print an error once, whichever process of a launch meets it first.
+
+    A launcher ends all processes when one of them ends. So the others leave it to process 0 to say what all of them
+    met, and end after it: by its launcher, or by themselves if they turn out to be alone with the error.
+    """
+    if _rank() != "0":
+        time.sleep(_SECONDS_FOR_PROCESS_0)
+        text = f"process {_rank()} alone: {text}"
+    print(text, file=sys.stderr)
+
+
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
 
 
 def _dispatch(words: list[str]) -> int:

@@ -111,8 +111,13 @@ class RunFolder:
             return str(self.work_dir)
 
     def mark_failed(self, note: str) -> None:
-        """Say in run.json that the run failed, keeping the step it had. A disk that is full may refuse even that."""
+        """Say in run.json that the run failed, keeping the step it had. A disk that is full may refuse even that.
+
+        A run that is done or stopped stays so: what failed is an attempt to go on with it.
+        """
         status = self.read_status()
+        if status.get("status") in ("done", "stopped"):
+            return
         step, total = status.get("step"), status.get("total_steps")
         with contextlib.suppress(CheckpointError):
             self.write_status(

@@ -121,7 +121,7 @@ def _train(
         progress = begin(session, beginning, given=given)
         if progress.step >= session.plan.total_steps:
             return _already_done(session, progress)
-        with StopRequest() as stop:
+        with stop:
             stopped = _loop(session, progress, stop)
         return _stopped(session, progress) if stopped else _done(session, progress)
     finally:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
+from rwkv_spec.process import wait_briefly
+
+# Before anything imports torch, as the command line does: on a busy machine tests would else wait at every barrier.
+wait_briefly()
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.load_profile("same")
 

@@ -27,6 +27,7 @@ LAYERS: dict[str, list[str]] = {
     "atomic": [],
     "lock": [],
     "interrupt": [],
+    "process": [],
     "spec": ["types", "load", "validate", "plan"],
     "ops": ["build", "reference", "wkv"],
     "tokenizer": ["integer", "vocab", "build"],
@@ -60,7 +61,7 @@ TORCH_LIKE = {"torch", "accelerate", "safetensors", "deepspeed"}
 MAY_IMPORT_ACCELERATE = {"train.engine"}
 
 # The compiler and the cache; the launcher's world; which process of a launch speaks; whether there is a launcher.
-MAY_READ_ENVIRONMENT = {"ops.build", "train.engine", "cli", "interrupt"}
+MAY_READ_ENVIRONMENT = {"ops.build", "train.engine", "cli", "interrupt", "process"}
 MAY_PRINT = ("report", "cli")
 POSIX_ONLY = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "readline", "curses"}
 MAX_FILE_LINES, MAX_CUDA_LINES, MAX_FUNCTION_LINES = 400, 300, 60

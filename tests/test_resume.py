@@ -119,9 +119,10 @@ def test_killed_while_it_trains_it_ends_with_the_same_bytes(tmp_path: Path, unbr
 
 
 def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
-    process = start(tmp_path)
+    # Long enough that the first one still trains when the second one has started up.
+    process = start(tmp_path, "train.steps=100000")
     wait_for_state(tmp_path / "run", process)
-    code, text = finish(tmp_path)
+    code, text = finish(tmp_path, "train.steps=100000")
     process.send_signal(signal.SIGTERM)
     first, _ = process.communicate(timeout=120)
     assert code == 2 and str(process.pid) in text and "another work_dir" in text, text

@@ -109,3 +109,11 @@ def test_a_failed_run_starts_again(tmp_path: Path) -> None:
     (tmp_path / "values.txt").write_text(good)
     rwkv_spec.run(spec)
     assert RunFolder(tmp_path / "run").read_status()["status"] == "done"
+
+
+@pytest.mark.parametrize("status", ["done", "stopped"])
+def test_a_refused_attempt_leaves_the_status_of_a_run_that_stands(tmp_path: Path, status: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_status(status, step=8, total_steps=8)
+    folder.mark_failed("other settings")
+    assert folder.read_status()["status"] == status

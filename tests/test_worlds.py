@@ -181,6 +181,20 @@ def test_a_wrong_spec_is_told_once_and_ends_every_process(tmp_path: Path) -> Non
     assert not (tmp_path / "wrong" / "run").exists()
 
 
+def test_an_error_that_one_other_process_alone_meets_is_not_lost(tmp_path: Path) -> None:
+    """As on a second machine without the files. Process 0 of this world is the test, which ended long ago."""
+    path = write_spec(tmp_path / "alone", model={"n_layers": 3})
+    finished = subprocess.run(
+        [sys.executable, "-m", "rwkv_spec", "check", str(path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert finished.returncode == 2 and finished.stderr.startswith("process 1 alone: ")
+    assert finished.stderr.count("model.n_layers") == 1
+
+
 def test_a_batch_smaller_than_the_world_is_told_once(tmp_path: Path) -> None:
     path = write_spec(tmp_path / "small", train={"batch_size": 1})
     code, _, error = finish(start(path, launch_config(tmp_path, num_processes=2)))

@@ -30,7 +30,7 @@ def describe(plan: Plan, spec: Spec, *, sizes: ModelSizes, world: World) -> str:
 
 def _model(sizes: ModelSizes, spec: Spec) -> list[tuple[str, str]]:
     origin = f", from {spec.checkpoint.path}" if spec.checkpoint is not None else ""
-    shape = f"{sizes.type}, {sizes.n_layer} layers, {sizes.n_embd} wide, heads of {sizes.head_size}"
+    shape = f"{sizes.type}, {counted(sizes.n_layer, 'layer')}, {sizes.n_embd} wide, heads of {sizes.head_size}"
     shape += f", {sizes.vocab_size:,} ids"
     rows = [("model", shape + origin), ("parameters", f"{sizes.num_parameters:,}")]
     for group, count in sizes.parameters_by_group.items():

@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from rwkv_spec.errors import UserError
+from rwkv_spec.process import keep_freed_memory
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16}
 
@@ -82,6 +83,17 @@ def num_cores() -> int:
     return max(1, len(groups))
 
 
+def _refuse_half_a_world() -> None:
+    """Before accelerate looks: it would change the environment and its own class state, and fail in the middle."""
+    asked = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("MASTER_ADDR", "RANK") if name not in os.environ]
+    if asked != "1" and missing:
+        raise UserError(
+            f"launch config: WORLD_SIZE={asked} is in the environment, but {' and '.join(missing)} are not, so that no "
+            "world can be made of it; start with accelerate launch, or unset WORLD_SIZE to train in one process"
+        )
+
+
 class Engine:
     """One accelerate world. Build it once a run, and `end()` it: a second run in the same process builds its own.
 
@@ -91,24 +103,18 @@ class Engine:
 
     def __init__(self, *, precision: str, trackers: Sequence[str], log_dir: Path, threads: int | None = None) -> None:
         self.precision = precision
-        try:
-            self.accelerator = Accelerator(
-                cpu=available_device() == "cpu",
-                mixed_precision="no",
-                gradient_accumulation_steps=1,
-                log_with=list(trackers) or None,
-                project_dir=str(log_dir),
-                # Buffers never change, so broadcasting them at every step would only cost time.
-                kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-            )
-        except ValueError as error:
-            if "WORLD_SIZE" not in os.environ:
-                raise
-            raise UserError(
-                f"launch config: WORLD_SIZE={os.environ['WORLD_SIZE']} is in the environment, but no world can be made "
-                f"of it: {error}; start with accelerate launch, or unset WORLD_SIZE to train in one process"
-            ) from error
+        _refuse_half_a_world()
+        self.accelerator = Accelerator(
+            cpu=available_device() == "cpu",
+            mixed_precision="no",
+            gradient_accumulation_steps=1,
+            log_with=list(trackers) or None,
+            project_dir=str(log_dir),
+            # Buffers never change, so broadcasting them at every step would only cost time.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        )
         self._refuse_unsynchronised()
+        keep_freed_memory()
         self.num_threads = threads if threads is not None else max(1, num_cores() // self.num_local_processes)
         torch.set_num_threads(self.num_threads)
         self._trackers = bool(trackers)

@@ -87,7 +87,8 @@ def test_processes_that_do_not_talk_to_each_other_are_refused(
     """Two processes were started, and each one is alone: training would go on unsynchronised."""
     alone = PartialState(cpu=True)
     assert alone.num_processes == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
     try:
         with pytest.raises(UserError, match=r"2 processes were started.*world of 1.*ACCELERATE_USE_CPU"):
             make()
