@@ -32,7 +32,7 @@ class UserError(Exception):
 
 
 class SpecError(UserError):
-    """The spec, or something it names, is wrong. `problems` holds every one of them, sorted by file, line and column."""
+    """The spec, or something it names, is wrong. `problems` holds every one, sorted by file, line and column."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(set(problems), key=lambda p: (p.where, p.line, p.column, p.key, p.what)))

@@ -126,7 +126,7 @@ def test_bench_reports_speed_share_of_peak_and_memory(spec_file: Path, capsys: p
 
 
 def test_check_needs_no_torch_and_answers_at_once(spec_file: Path) -> None:
-    code = "import sys; from rwkv_spec.cli import main; s = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(s)"
+    code = "import sys; from rwkv_spec.cli import main; s = main(sys.argv[1:]); sys.exit(s or 'torch' in sys.modules)"
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, "check", str(spec_file)], capture_output=True, text=True, check=False
