@@ -55,6 +55,11 @@ class RunFolder:
         return self.out / "train_log.txt"
 
     @property
+    def trackers(self) -> Path:
+        """Files of trackers that keep any: outside out/, whose bytes are the run's own."""
+        return self.work_dir / "trackers"
+
+    @property
     def states(self) -> Path:
         return self.work_dir / "state"
 

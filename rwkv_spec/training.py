@@ -82,7 +82,7 @@ def train(inputs: Inputs, *, given: object, resume: str) -> Run:
     engine = Engine(
         precision=beginning.precision.name,
         trackers=spec.log.trackers,
-        log_dir=folder.out,
+        log_dir=folder.trackers,
         threads=beginning.num_threads,
     )
     console = terminal_console() if engine.is_main else silent_console()

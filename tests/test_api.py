@@ -213,3 +213,10 @@ def test_odd_sizes_just_train(tmp_path: Path, changes: dict[str, dict[str, objec
     run = rwkv_spec.run(spec)
     assert run.metrics[-1].step == run.plan.total_steps and math.isfinite(run.metrics[-1].loss)
     assert yaml.safe_load((tmp_path / "run" / "configs" / "spec.yaml").read_text())["version"] == 1
+
+
+def test_trackers_get_the_rows_and_leave_out_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    run = rwkv_spec.run(tiny_spec(tmp_path, log={"trackers": ["tensorboard"]}))
+    assert list((run.dir / "trackers").rglob("events.out.tfevents.*"))
+    assert not list((run.dir / "out").rglob("*tfevents*"))

@@ -264,3 +264,16 @@ def test_data_from_python_is_opened_like_a_file(folder: Path, data: object) -> N
 def test_evaluation_data_from_python_is_opened_like_a_file(folder: Path) -> None:
     (problem,) = problems(folder, SPEC.replace("  eval: {documents: 1}\n", ""), eval_data=[[1, 2.5]])
     assert problem.key == "data.eval"
+
+
+def test_a_missing_file_of_a_list_is_told_on_its_own_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2\n")
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "version: 1\ndata:\n  train:\n    - a.txt\n    - b.txt\ntokenizer: {type: angle}\n"
+        "model: {n_layer: 1, n_embd: 64}\ntrain: {steps: 1}\n"
+    )
+    with pytest.raises(rwkv_spec.SpecError) as caught:
+        rwkv_spec.check(path)
+    (problem,) = caught.value.problems
+    assert (problem.line, problem.key) == (5, "data.train[1]")

@@ -79,6 +79,8 @@ def _section(
         found = given.get(name)
         if found is not None and found.value is not None:
             sources[key] = found.source
+            if found.items is not None and len(found.items) > 1:
+                sources.update((f"{key}[{index}]", item.source) for index, item in enumerate(found.items))
             values[name] = _given(found, child, key, sources, problems)
             continue
         sources[key] = DEFAULT if found is None else found.source

@@ -171,7 +171,7 @@ def test_a_problem_is_placed_where_the_key_was_given_or_its_parent(tmp_path: Pat
     spec: Spec = validate(path, ["seed=3"])
     assert str(spec.problem("train.steps", "no", "do")) == f"{path}:7:3: train.steps: no; do"
     assert str(spec.problem("train.ctx_len", "no")) == f"{path}:6:1: train.ctx_len: no"
-    assert str(spec.problem("data.train[1]", "no")) == f"{path}:3:3: data.train[1]: no"
+    assert str(spec.problem("data.train[1]", "no")) == f"{path}:3:14: data.train[1]: no"
     assert str(spec.problem("optimizer.lr", "no")) == f"{path}:1:1: optimizer.lr: no"
     assert str(spec.problem("seed", "no")) == "command line: seed: no"
 
