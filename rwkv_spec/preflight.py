@@ -63,7 +63,8 @@ def _check_sources(spec: Spec, key: str, sources: tuple[Given, ...], problems: l
             else:
                 open_source(source, name=key)
         except DataError as error:
-            problems.append(spec.problem(name, str(error)))
+            # Data in memory is called by its key, which the problem says already.
+            problems.append(spec.problem(name, str(error).removeprefix(f"{key}: ")))
 
 
 def _missing(spec: Spec, key: str, path: Path) -> Problem:
