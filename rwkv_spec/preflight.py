@@ -94,6 +94,11 @@ def _eval_rule(spec: Spec, eval_data: Given | None, problems: list[Problem]) -> 
         return None
     if rule.path is not None:
         _check_sources(spec, "data.eval.path", rule.path, problems)
+        trained = {path.resolve() for path in spec.data.train or ()}
+        for path in rule.path:
+            if path.resolve() in trained:
+                what = f"{path} is trained on as well, so that its loss says nothing of held-out data"
+                problems.append(spec.problem("data.eval.path", what, "name another file, or use fraction or documents"))
         return EvalRule(path=rule.path)
     try:
         return EvalRule(where=rule.where, fraction=rule.fraction, documents=rule.documents)

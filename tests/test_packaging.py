@@ -169,4 +169,4 @@ def test_an_installed_wheel_trains_with_compiled_kernels(built: Path, tmp_path: 
     assert (folder / "runs" / "tiny" / "out" / "rwkv-final.pth").is_file(), output
     assert json.loads((folder / "runs" / "tiny" / "run.json").read_text(encoding="utf-8"))["status"] == "done"
     # `kernels: cpu` admits no other backend; and the library was compiled here and now.
-    assert any(path.is_file() for path in cache.rglob("*wkv7*")), output
+    assert any(path.suffix in (".so", ".dylib", ".dll") for path in cache.rglob("*")), output

@@ -277,3 +277,14 @@ def test_a_missing_file_of_a_list_is_told_on_its_own_line(tmp_path: Path) -> Non
         rwkv_spec.check(path)
     (problem,) = caught.value.problems
     assert (problem.line, problem.key) == (5, "data.train[1]")
+
+
+def test_a_file_that_is_trained_on_is_not_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2\n")
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "version: 1\ndata: {train: a.txt, eval: {path: ./a.txt}}\ntokenizer: {type: angle}\n"
+        "model: {n_layer: 1, n_embd: 64}\ntrain: {steps: 1}\n"
+    )
+    with pytest.raises(rwkv_spec.SpecError, match="is trained on as well"):
+        rwkv_spec.check(path)
