@@ -31,6 +31,7 @@ from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.loop import StepResult
 from rwkv_spec.train.optimizer import optimizer_state
+from rwkv_spec.train.schedule import learning_rate
 
 _PROMPT_TOKENS = 48
 _NEW_TOKENS = 24
@@ -38,10 +39,11 @@ _NEW_TOKENS = 24
 
 @dataclass
 class Progress:
-    """Counted since the start of the run (step, tokens, best, last_eval) and since the last row (loss_sum, weight)."""
+    """Counted since the start of the run, and since the last row (loss_sum, weight). `lr` is that of the last step."""
 
     step: int = 0
     tokens: int = 0
+    lr: float = 0.0
     loss_sum: float = 0.0
     weight: float = 0.0
     best: tuple[float, int] | None = None
@@ -69,6 +71,7 @@ class Progress:
     def add(self, result: StepResult) -> None:
         self.step = result.step
         self.tokens += result.num_tokens
+        self.lr = result.lr
         self.loss_sum += result.loss_sum
         self.weight += result.weight
         self.row_seconds += result.seconds
@@ -94,6 +97,7 @@ class Progress:
     def record(self) -> dict[str, object]:
         return {
             "tokens": self.tokens,
+            "lr": self.lr,
             "loss_sum": self.loss_sum,
             "weight": self.weight,
             "best": self.best,
@@ -107,6 +111,7 @@ class Progress:
             return Progress(
                 step=step,
                 tokens=int(str(record["tokens"])),
+                lr=float(str(record["lr"])),
                 loss_sum=float(str(record["loss_sum"])),
                 weight=float(str(record["weight"])),
                 best=_pair(record["best"]),
@@ -140,6 +145,19 @@ class Session:
     resolved: Resolved
     console: Console
     log: RunLog | None
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the update that follows `step` finished ones."""
+        scheduler, plan = self.spec.scheduler, self.plan
+        return learning_rate(
+            step,
+            type=scheduler.type,
+            lr=self.spec.optimizer.lr,
+            lr_final=plan.lr_final,
+            warmup_steps=plan.warmup_steps,
+            tokens_per_step=plan.tokens_per_step,
+            total_tokens=plan.total_tokens,
+        )
 
     def evaluate(self, progress: Progress) -> float:
         """The loss of all held-out documents, shared out over the processes; keeps rwkv-best up to date."""

@@ -186,10 +186,16 @@ def begin(session: Session, beginning: Beginning, *, given: object) -> Progress:
         session.save_weights("rwkv-init")
         progress = Progress()
     session.start_trackers()
-    if progress.step:
+    if beginning.state is not None:
         session.console.lines(
             f"going on after step {progress.step:,} of {session.plan.total_steps:,} ({beginning.state})"
         )
+        before = _part(beginning.state, "resolved").get("total_sequences")
+        if before != session.plan.total_sequences:
+            session.console.lines(
+                f"the run is longer now: {before:,} sequences → {session.plan.total_sequences:,}; its schedule is "
+                f"stretched, and the learning rate goes from {progress.lr:.3e} to {session.lr_at(progress.step):.3e}"
+            )
     return progress
 
 

@@ -28,7 +28,6 @@ from rwkv_spec.start import Beginning, begin, build_session, find_beginning
 from rwkv_spec.tokenizer.protocol import Tokenizer
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.loop import NonFiniteLoss, StepResult, steps
-from rwkv_spec.train.schedule import learning_rate
 
 OBJECTIVES = {"pretrain": cross_entropy}
 
@@ -172,15 +171,6 @@ def _results(session: Session, progress: Progress, stop: StopRequest) -> Iterato
     """The steps that are left. A loss that is not finite ends the run with the documents it came from."""
     spec, plan, engine = session.spec, session.plan, session.engine
     stream = session.store.train
-    lr_at = partial(
-        learning_rate,
-        type=spec.scheduler.type,
-        lr=spec.optimizer.lr,
-        lr_final=plan.lr_final,
-        warmup_steps=plan.warmup_steps,
-        tokens_per_step=plan.tokens_per_step,
-        total_tokens=plan.total_tokens,
-    )
     data = batches(
         stream,
         ctx_len=spec.train.ctx_len,
@@ -199,7 +189,7 @@ def _results(session: Session, progress: Progress, stop: StopRequest) -> Iterato
             partial(OBJECTIVES[spec.train.objective], l2wrap=spec.train.l2wrap),
             engine=engine,
             optimizer=session.optimizer,
-            lr_at=lr_at,
+            lr_at=session.lr_at,
             first_step=progress.step,
             num_micro_batches=plan.accumulate,
             micro_batch_size=plan.micro_batch_size,

@@ -130,9 +130,11 @@ def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> N
 
 
 def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rwkv_spec.run(tiny_spec(tmp_path))
+    first = rwkv_spec.run(tiny_spec(tmp_path))
     run = rwkv_spec.run(tiny_spec(tmp_path, train={"steps": 12}))
-    assert "going on after step 8 of 12" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "going on after step 8 of 12" in printed
+    assert f"goes from {first.metrics[-1].lr:.3e} to " in printed
     assert run.metrics[-1].step == 12
     with pytest.raises(CheckpointError, match="only be made longer"):
         rwkv_spec.run(tiny_spec(tmp_path, train={"steps": 4}))
