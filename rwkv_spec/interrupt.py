@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 # Both launchers leave one of these in the environment of the processes that they start.
 _LAUNCHER_MARKS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+
+_Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopRequest:
@@ -17,7 +20,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._flag = False
         self._parent = os.getppid() if any(mark in os.environ for mark in _LAUNCHER_MARKS) else None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, _Handler] = {}
 
     def __enter__(self) -> StopRequest:
         # Python delivers signals to the main thread only; in another thread the run is stopped by its caller.
@@ -30,7 +33,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            # None stands for a handler that was not installed from Python, and cannot be put back from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._flag and number == signal.SIGINT:
