@@ -1,8 +1,8 @@
-"""Two settings of the whole process that decide how fast a CPU trains; neither changes a number.
+"""Two settings of the whole process that bear on how fast a CPU trains; neither changes a number.
 
 Threads that wait spin only briefly: OpenMP's long spinning at barriers keeps a core from whoever has the next piece
-of work, and makes a step many times slower as soon as another process wants a core. And freed memory stays with the
-process: the large tensors of one step would else go back to the system and be cleared page by page for the next.
+of work, which costs speed when another process wants a core. And freed memory stays with the process: the large tensors
+of one step would else go back to the system and be cleared page by page for the next.
 """
 
 from __future__ import annotations
