@@ -23,7 +23,7 @@ from torch import Tensor
 from rwkv_spec.errors import UserError
 from rwkv_spec.ops.dropout import dropout, dropout_torch
 from rwkv_spec.ops.reference import wkv7_reference
-from rwkv_spec.ops.wkv import kernels_of_this_machine, wkv7
+from rwkv_spec.ops.wkv import operator_of_this_machine, wkv7
 
 # Error ratio = RMS error / RMS of the reference in float64.
 GATES = {"fp32": 1e-6, "bf16": 4e-3}
@@ -157,7 +157,7 @@ def commit() -> str:
 
 
 def table_rows(rows: Sequence[Row], note: str) -> list[str]:
-    kernels = kernels_of_this_machine()
+    kernels = operator_of_this_machine("wkv7")
     machine = (
         f"{date.today()} | {cpu_name()}, {kernels.instructions} | {torch.get_num_threads()} | "
         f"{torch.__version__} | {kernels.compiler} | {commit()}"

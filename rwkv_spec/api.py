@@ -99,7 +99,7 @@ def planned(
 
     from rwkv_spec.planning import make_planned, make_world
 
-    world = make_world(inputs.spec, num_processes=num_processes, engine=engine)
+    world = make_world(inputs.spec, shape=inputs.shape, num_processes=num_processes, engine=engine)
     return make_planned(inputs.spec, shape=inputs.shape, data=foreseen(inputs), world=world)
 
 

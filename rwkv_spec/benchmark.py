@@ -85,7 +85,7 @@ def measure(inputs: Inputs, *, num_steps: int) -> Report:
     try:
         if engine.num_processes > 1:
             raise UserError("bench measures one process; start it without a launcher")
-        world = make_world(spec, precision=precision, num_threads=engine.num_threads)
+        world = make_world(spec, shape=inputs.shape, precision=precision, num_threads=engine.num_threads)
         planned = make_planned(spec, shape=inputs.shape, data=foreseen(inputs), world=world)
         return _measure(inputs, planned, engine, num_steps)
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rwkv_spec.model.shapes import ModelShape, num_parameters
+from rwkv_spec.model.shapes import OPERATORS, ModelShape, num_parameters
 from rwkv_spec.ops.wkv import resolve_backend
 from rwkv_spec.spec.describe import describe
 from rwkv_spec.spec.plan import DataStats, ModelSizes, Plan, World, make_plan
@@ -54,17 +54,20 @@ def model_sizes(shape: ModelShape) -> ModelSizes:
 def make_world(
     spec: Spec,
     *,
+    shape: ModelShape,
     num_processes: int = 1,
     num_local_processes: int | None = None,
     engine: str | None = None,
     precision: Precision | None = None,
     num_threads: int | None = None,
 ) -> World:
-    """The world that is there, or one that is asked about. Builds the kernels if the spec uses them."""
+    """The world that is there, or one that is asked about. Builds the model's operator if the spec uses it."""
     device = available_device()
     local = num_local_processes or num_processes
     decided = precision or decide_precision(spec.train.precision, device=device)
-    backend = resolve_backend(spec.kernels, device=device, dtype=_COMPUTE_DTYPES[decided.name])
+    backend = resolve_backend(
+        spec.kernels, device=device, dtype=_COMPUTE_DTYPES[decided.name], operator=OPERATORS[shape.type]
+    )
     return World(
         num_processes=num_processes,
         engine=engine or ("single" if num_processes == 1 else "ddp"),

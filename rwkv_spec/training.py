@@ -132,6 +132,7 @@ def _plan_and_prepare(inputs: Inputs, beginning: Beginning, engine: Engine, cons
     spec = beginning.spec
     world = make_world(
         spec,
+        shape=inputs.shape,
         num_processes=engine.num_processes,
         num_local_processes=engine.num_local_processes,
         engine=engine.name,

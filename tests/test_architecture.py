@@ -29,7 +29,7 @@ LAYERS: dict[str, list[str]] = {
     "interrupt": [],
     "process": [],
     "spec": ["types", "load", "validate", "plan"],
-    "ops": ["build", "reference", "wkv"],
+    "ops": ["build", "backend", "recurrence", "reference", "wkv"],
     "tokenizer": ["integer", "vocab", "build"],
     "data": ["binidx", "source", "prepare", "order", "batch"],
     "model": ["shapes", "rwkv7", "language_model", "build"],
@@ -314,7 +314,7 @@ def registers_operator(node: ast.stmt) -> bool:
     """The definition of an operator in torch's own terms, through a torch.library.Library or torch.library itself."""
     if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
         return False
-    return ast.unparse(node.value.func).startswith(("_LIBRARY.", "torch.library.register_"))
+    return ast.unparse(node.value).startswith(("_LIBRARY.", "torch.library.register_", "register("))
 
 
 def is_broad(handler: ast.ExceptHandler) -> bool:

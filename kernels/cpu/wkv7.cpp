@@ -174,5 +174,3 @@ extern "C" int JOIN(wkv7_backward, HEAD_SIZE)(
                      dstate_out, dr, dw_raw, dk, dv, da, db, dstate_in};
     return Work<Backward, BackwardRows<HEAD_SIZE>, backward_head<HEAD_SIZE>>::start(c, B * H, num_threads, parallel);
 }
-
-extern "C" const char* JOIN(wkv7_instructions, HEAD_SIZE)() { return INSTRUCTIONS; }

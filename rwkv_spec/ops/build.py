@@ -1,4 +1,4 @@
-"""Builds the operators in kernels/cpu with ninja at first use and loads them.
+"""Builds an operator of kernels/cpu with ninja at first use and loads it, each operator a library of its own.
 
 Promises: a library is published whole or not at all, however many processes build at once or are killed; a damaged or
 foreign one is never loaded; a lock left behind costs seconds, never a hang. Environment read here, and only here:
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The loaded operators. `remark` is empty, or one sentence on what the user may want to change."""
+    """A loaded operator. `remark` is empty, or one sentence on what the user may want to change."""
 
     library: ctypes.CDLL
     compiler: str
@@ -55,38 +55,39 @@ class Kernels:
     remark: str
 
 
-def load_kernels(check: Callable[[ctypes.CDLL], None]) -> Kernels:
-    """The compiled operators, built if need be. NoCompiler or KernelError if that cannot be.
+def load_operator(name: str, check: Callable[[ctypes.CDLL], None]) -> Kernels:
+    """The operator of kernels/cpu/NAME.cpp, built if need be. NoCompiler or KernelError if that cannot be.
 
     `check` tries a library that was just built and raises KernelError: compilers make mistakes, and a wrong sum trains.
     """
-    return build_and_load(find_compiler(), source_folder(), cache_folder(), check)
+    return build_and_load(name, find_compiler(), source_folder(), cache_folder(), check)
 
 
-def build_and_load(compiler: Compiler, sources: Path, cache: Path, check: Callable[[ctypes.CDLL], None]) -> Kernels:
-    """As load_kernels, with everything given. Where the cache cannot be written a temporary folder takes its place."""
+def build_and_load(
+    name: str, compiler: Compiler, folder: Path, cache: Path, check: Callable[[ctypes.CDLL], None]
+) -> Kernels:
+    """As load_operator, with everything given. Where the cache cannot be written a temporary folder takes its place."""
 
-    def build(folder: Path) -> None:
-        compile_into(folder, name, compiler, sources, flags)
+    def build(target: Path) -> None:
+        compile_into(target, file_name, name, compiler, sources, flags)
         # On Windows a library that was loaded could not be renamed any more.
         if sys.platform != "win32":
-            check(open_library(folder / name))
+            check(open_library(target / file_name))
 
+    sources = sources_of(name, folder)
     flags = (*FLAGS, *machine_flags())
-    name = "rwkv_kernels.dll" if sys.platform == "win32" else "rwkv_kernels.so"
-    key = build_key(compiler, sources, flags)
+    file_name = f"rwkv_{name}.dll" if sys.platform == "win32" else f"rwkv_{name}.so"
+    place = cache / f"{name}-{build_key(compiler, sources, flags)}"
     remark = ""
     try:
-        if not is_whole(cache / key, name):
+        if not is_whole(place, file_name):
             cache.mkdir(parents=True, exist_ok=True)
-        target = publish(cache / key, name, build)
+        library = open_library(publish(place, file_name, build) / file_name)
     except OSError as error:
         remark = f"{cache} cannot be written ({error.strerror or error}), so each start builds anew; make it writable"
-        library = _build_for_once(name, build)
-    else:
-        library = open_library(target / name)
-    library.wkv7_instructions_64.restype = ctypes.c_char_p
-    return Kernels(library, compiler.name, library.wkv7_instructions_64().decode(), remark)
+        library = _build_for_once(file_name, build)
+    library.instructions.restype = ctypes.c_char_p
+    return Kernels(library, compiler.name, library.instructions().decode(), remark)
 
 
 def _build_for_once(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
@@ -165,7 +166,7 @@ def source_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     places = (package / "_kernels" / "cpu", package.parent / "kernels" / "cpu")
     for place in places:
-        if (place / "wkv7.cpp").is_file():
+        if (place / "instructions.cpp").is_file():
             return place
     raise KernelError(f"the operators' sources are in neither {places[0]} nor {places[1]}; install rwkv_spec again")
 
@@ -208,10 +209,22 @@ def machine_text() -> str:
     return text
 
 
-def build_key(compiler: Compiler, sources: Path, flags: tuple[str, ...]) -> str:
+def sources_of(name: str, folder: Path) -> list[Path]:
+    """What an operator is made of: its own file, the one that says which instructions are used, and their headers."""
+    found: list[Path] = []
+    wanted = [f"{name}.cpp", "instructions.cpp"]
+    while wanted:
+        path = folder / wanted.pop()
+        if path not in found:
+            found.append(path)
+            wanted += re.findall(r'^#include "([\w.]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
+    return sorted(found)
+
+
+def build_key(compiler: Compiler, sources: Sequence[Path], flags: tuple[str, ...]) -> str:
     """A name for the library: equal only for equal sources, compiler, flags and processor."""
     digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.[ch]pp")):
+    for path in sources:
         digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     for text in (*compiler.command, compiler.version_text, *flags, str(HEAD_SIZES), machine_text()):
         digest.update(f"{text}\0".encode())
@@ -221,15 +234,17 @@ def build_key(compiler: Compiler, sources: Path, flags: tuple[str, ...]) -> str:
 # ---- compiling ----
 
 
-def compile_into(folder: Path, name: str, compiler: Compiler, sources: Path, flags: tuple[str, ...]) -> None:
-    """Builds every operator in `folder`, side by side, and links them to `name`; nothing else is left there."""
+def compile_into(
+    folder: Path, file_name: str, name: str, compiler: Compiler, sources: Sequence[Path], flags: tuple[str, ...]
+) -> None:
+    """Builds an operator in `folder`, its parts side by side, and links them; nothing else is left there."""
     work = folder / "work"
     work.mkdir()
     objects, rules = [], ["rule compile", "  command = $cxx $flags $define -c $in -o $out", "rule link"]
     # A library for Windows carries the compiler's own runtime, which is on no other machine's PATH.
     static = " -static-libgcc -static-libstdc++" if sys.platform == "win32" else ""
     rules.append(f"  command = $cxx -shared -o $out $in{static}")
-    for source in sorted(sources.glob("*.[ch]pp")):
+    for source in sources:
         shutil.copyfile(source, work / source.name)
         if source.suffix == ".hpp":
             continue
@@ -240,16 +255,16 @@ def compile_into(folder: Path, name: str, compiler: Compiler, sources: Path, fla
     quote = shlex.join if os.name == "posix" else subprocess.list2cmdline
     variables = {"cxx": quote(compiler.command), "flags": quote(flags)}
     lines = [f"{key} = {value.replace('$', '$$')}" for key, value in variables.items()]
-    lines += [*rules, f"build {name}: link {' '.join(objects)}", ""]
+    lines += [*rules, f"build {file_name}: link {' '.join(objects)}", ""]
     (work / "build.ninja").write_text("\n".join(lines), encoding="utf-8")
     result = _call([_ninja(), "-C", str(work), "-j", str(os.cpu_count() or 1)], what="ninja", check=False)
     if result.returncode != 0:
         message = re.sub(r"^(ninja: .*|\[\d+/\d+\].*)\n?", "", result.stdout + result.stderr, flags=re.MULTILINE)
         raise KernelError(
-            f"{sources}: compiling the operators with {compiler.name} failed; "
+            f"{sources[0].parent}: compiling {name} with {compiler.name} failed; "
             f"try another compiler by CXX=..., or choose kernels: torch\n{message.strip()[:4000]}"
         )
-    (work / name).replace(folder / name)
+    (work / file_name).replace(folder / file_name)
     shutil.rmtree(work, ignore_errors=True)
 
 

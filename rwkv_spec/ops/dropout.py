@@ -7,13 +7,14 @@ processes and threads. Saved for the backward: the seeds.
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import thread_pool
-from rwkv_spec.ops.wkv import kernels_of_this_machine, resolve_backend
+from rwkv_spec.ops.backend import choose_backend
+from rwkv_spec.ops.build import Kernels, load_operator, thread_pool
 
 # A mask of the low 32 bits; the integer form works on int64, whose products wrap as those of uint64 do.
 LOW_32 = 0xFFFFFFFF
@@ -85,7 +86,27 @@ def _mix(z: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(backend: str, device_type: str, dtype: torch.dtype) -> str:
-    return resolve_backend(backend, device=device_type, dtype=dtype).name
+    return choose_backend(backend, device=device_type, dtype=dtype, load=dropout_of_this_machine).name
+
+
+@functools.cache
+def dropout_of_this_machine() -> Kernels:
+    """The compiled operator; a build is tried against the plain form before it is kept."""
+    return load_operator("dropout", check_library)
+
+
+def check_library(library: ctypes.CDLL) -> None:
+    """Raises KernelError unless a short call gives the bits of the plain form."""
+    with torch.inference_mode(False):
+        x_BTC = torch.arange(2.0 * 3 * 37, device="cpu", dtype=torch.float32).view(2, 3, 37)
+        seed_B = torch.tensor([1, -2], device="cpu")
+        if not torch.equal(
+            _call(library, x_BTC, seed_B, 0.4, 3, 5), dropout_torch(x_BTC, p=0.4, seed_B=seed_B, site=3, start_T=5)
+        ):
+            raise KernelError(
+                "dropout: the compiler made a kernel that drops other elements than it must; try another compiler by "
+                "CXX=..., or choose kernels: torch"
+            )
 
 
 # ---- the compiled kernel as a torch operator ----
@@ -95,10 +116,14 @@ _LIBRARY.define("dropout(Tensor x, Tensor seed, float p, int site, int start) ->
 
 
 def _dropout_cpu(x: Tensor, seed: Tensor, p: float, site: int, start: int) -> Tensor:
+    return _call(dropout_of_this_machine().library, x, seed, p, site, start)
+
+
+def _call(library: ctypes.CDLL, x: Tensor, seed: Tensor, p: float, site: int, start: int) -> Tensor:
     B, T, C = x.shape
     x = x.contiguous()
     y = torch.empty_like(x)
-    code = kernels_of_this_machine().library.dropout(
+    code = library.dropout(
         ctypes.c_int64(B),
         ctypes.c_int64(T),
         ctypes.c_int64(C),

@@ -86,7 +86,7 @@ def test_only_the_first_block_norms_the_embedding() -> None:
         ({"n_embd": 32}, "nearest: 64"),
         ({"n_layer": 0}, "n_layer must be a whole number of at least 1, got 0"),
         ({"vocab_size": 2.5}, "vocab_size must be a whole number of at least 1, got 2.5"),
-        ({"type": "x999"}, "model type 'x999' is not known; known: x070"),
+        ({"type": "x999"}, "model type 'x999' is not known; known: x052, x060, x070"),
         ({"ranks": "newest"}, "rank rule 'newest' is not known; known: current, older"),
         ({"n_embd": -1}, "n_embd must be a whole number of at least 1, got -1"),
     ],

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops import wkv
 from rwkv_spec.ops.build import CHUNK_LENGTH, NoCompiler, find_compiler
+from rwkv_spec.ops.recurrence import RECURRENCES
 from rwkv_spec.ops.reference import wkv7_reference
 from rwkv_spec.ops.wkv import wkv7
 
@@ -80,11 +80,12 @@ def poisoned(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def through_library(library: ctypes.CDLL, case: Case) -> tuple[Tensor, ...]:
     """Outputs and all gradients from the C interface itself, which must fill every place of its NaN-filled outputs."""
     r = case.inputs[0]
-    y, state, *kept = poisoned(wkv._forward_outputs(r, save=True))
-    gradients = poisoned(wkv._backward_outputs(r, need_dstate_in=True))
-    wkv._run(library, "wkv7_forward", r, (*case.inputs, case.starts), (y, state, *kept))
+    recurrence = RECURRENCES["wkv7"]
+    y, state, *kept = poisoned(recurrence.forward_outputs(r, save=True))
+    gradients = poisoned(recurrence.backward_outputs(r, need_dstate_in=True))
+    recurrence.run_cpu(library, "forward", r, (*case.inputs, case.starts), (y, state, *kept))
     saved = (*case.inputs, case.starts, *kept, case.dy, case.dstate_out)
-    wkv._run(library, "wkv7_backward", r, saved, gradients)
+    recurrence.run_cpu(library, "backward", r, saved, gradients)
     return (y, state, *gradients)
 
 

@@ -27,13 +27,14 @@ from rwkv_spec.ops.build import (
     cache_folder,
     find_compiler,
     source_folder,
+    sources_of,
 )
 from rwkv_spec.ops.publish import is_whole, publish
-from rwkv_spec.ops.wkv import kernels_of_this_machine, resolve_backend, wkv7
+from rwkv_spec.ops.wkv import operator_of_this_machine, resolve_backend, wkv7
 from tests.ops.cases import compiled
 
 ROOT = Path(__file__).parents[2]
-STUB = '#if HEAD_SIZE == 64\nextern "C" const char* wkv7_instructions_64() { return "stub"; }\n#endif\n'
+STUB = 'extern "C" const char* instructions() { return "stub"; }\n'
 
 
 @pytest.fixture
@@ -41,12 +42,14 @@ def stub(tmp_path: Path) -> Path:
     """Sources that build in a moment."""
     folder = tmp_path / "a folder's sources"
     folder.mkdir()
-    (folder / "wkv7.cpp").write_text(STUB, encoding="utf-8")
+    (folder / "wkv7.cpp").write_text('#include "wkv7.hpp"\n', encoding="utf-8")
+    (folder / "wkv7.hpp").write_text("", encoding="utf-8")
+    (folder / "instructions.cpp").write_text(STUB, encoding="utf-8")
     return folder
 
 
 def no_check(library: ctypes.CDLL) -> None:
-    assert library.wkv7_instructions_64
+    assert library.instructions
 
 
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -144,7 +147,7 @@ def test_an_owner_elsewhere_is_waited_for_and_then_passed_by(tmp_path: Path, mon
 def test_a_damaged_library_is_built_again_and_never_loaded(tmp_path: Path, stub: Path, damage: str) -> None:
     cache = tmp_path / "cache"
     compiler = find_compiler()
-    build_and_load(compiler, stub, cache, no_check)
+    build_and_load("wkv7", compiler, stub, cache, no_check)
     (folder,) = cache.iterdir()
     (library,) = (path for path in folder.iterdir() if path.name != "sha256")
     whole = library.read_bytes()
@@ -156,7 +159,7 @@ def test_a_damaged_library_is_built_again_and_never_loaded(tmp_path: Path, stub:
     elif damage != "gone":
         library.write_bytes(whole[: len(whole) // 2] if damage == "cut off" else b"")
     assert not is_whole(folder, library.name)
-    assert build_and_load(compiler, stub, cache, no_check).instructions == "stub"
+    assert build_and_load("wkv7", compiler, stub, cache, no_check).instructions == "stub"
     assert library.read_bytes() == whole
 
 
@@ -166,7 +169,7 @@ def test_a_build_that_fails_its_check_is_not_kept(tmp_path: Path, stub: Path) ->
         raise KernelError("wrong numbers")
 
     with pytest.raises(KernelError, match="wrong numbers"):
-        build_and_load(find_compiler(), stub, tmp_path / "cache", refuse)
+        build_and_load("wkv7", find_compiler(), stub, tmp_path / "cache", refuse)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -174,7 +177,7 @@ def test_a_build_that_fails_its_check_is_not_kept(tmp_path: Path, stub: Path) ->
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_path: Path, stub: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder", encoding="utf-8")
-    kernels = build_and_load(find_compiler(), stub, blocked / "kernels", no_check)
+    kernels = build_and_load("wkv7", find_compiler(), stub, blocked / "kernels", no_check)
     assert kernels.instructions == "stub"
     assert "cannot be written" in kernels.remark
     assert "each start builds anew" in kernels.remark
@@ -183,21 +186,31 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_pa
 @compiled
 def test_a_compile_error_carries_the_compilers_message(tmp_path: Path, stub: Path) -> None:
     (stub / "wkv7.cpp").write_text("int main( { return nonsense; }\n", encoding="utf-8")
-    with pytest.raises(KernelError, match=r"(?s)compiling the operators.*choose kernels: torch.*wkv7\.cpp:1.*error"):
-        build_and_load(find_compiler(), stub, tmp_path / "cache", no_check)
+    with pytest.raises(KernelError, match=r"(?s)compiling wkv7.*choose kernels: torch.*wkv7\.cpp:1.*error"):
+        build_and_load("wkv7", find_compiler(), stub, tmp_path / "cache", no_check)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 @compiled
 def test_the_key_follows_sources_compiler_and_flags(stub: Path) -> None:
-    compiler = find_compiler()
-    keys = {build_key(compiler, stub, FLAGS), build_key(compiler, stub, (*FLAGS, "-g"))}
-    keys.add(build_key(type(compiler)(compiler.command, compiler.name, "another version"), stub, FLAGS))
-    (stub / "wkv7.cpp").write_text(STUB + "// changed\n", encoding="utf-8")
-    keys.add(build_key(compiler, stub, FLAGS))
+    def key(text: str = "", flags: tuple[str, ...] = FLAGS) -> str:
+        compiler = find_compiler()
+        if text:
+            compiler = replace(compiler, version_text=text)
+        return build_key(compiler, sources_of("wkv7", stub), flags)
+
+    keys = {key(), key("another version"), key(flags=(*FLAGS, "-g"))}
+    (stub / "wkv7.cpp").write_text('#include "wkv7.hpp"\n// changed\n', encoding="utf-8")
+    keys.add(key())
+    (stub / "wkv7.hpp").write_text('#include "more.hpp"\n', encoding="utf-8")
     (stub / "more.hpp").write_text("", encoding="utf-8")
-    keys.add(build_key(compiler, stub, FLAGS))
-    assert len(keys) == 5
+    keys.add(key())
+    (stub / "more.hpp").write_text("// changed\n", encoding="utf-8")
+    keys.add(key())
+    assert len(keys) == 6
+    # Another operator's sources are nothing to this one.
+    (stub / "other.cpp").write_text("", encoding="utf-8")
+    assert key() in keys
 
 
 def test_the_cache_lies_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,18 +230,18 @@ def test_without_a_compiler_auto_falls_back_and_says_how_to_get_one(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    kernels_of_this_machine.cache_clear()
+    operator_of_this_machine.cache_clear()
     try:
-        backend = resolve_backend("auto", device="cpu", dtype=torch.float32)
+        backend = resolve_backend("auto", device="cpu", dtype=torch.float32, operator="wkv7")
         assert backend.name == "torch"
         assert "no C++ compiler on PATH" in backend.reason
         assert "\n" not in backend.reason
         with pytest.raises(KernelError, match=r"no C\+\+ compiler on PATH"):
-            resolve_backend("cpu", device="cpu", dtype=torch.float32)
+            resolve_backend("cpu", device="cpu", dtype=torch.float32, operator="wkv7")
         xs = [torch.ones(1, 2, 1, 16) for _ in range(6)]
         assert torch.isfinite(wkv7(*xs)[0]).all()
     finally:
-        kernels_of_this_machine.cache_clear()
+        operator_of_this_machine.cache_clear()
 
 
 @compiled

@@ -13,6 +13,7 @@ from torch import Tensor
 from rwkv_spec.errors import KernelError
 from rwkv_spec.ops import wkv
 from rwkv_spec.ops.build import CHUNK_LENGTH, FLAGS, HEAD_SIZES, find_compiler, machine_flags, source_folder
+from rwkv_spec.ops.recurrence import RECURRENCES
 from rwkv_spec.ops.reference import wkv7_torch
 from tests.ops.cases import (
     GATE,
@@ -30,7 +31,7 @@ from tests.ops.cases import (
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return wkv.kernels_of_this_machine().library
+    return wkv.operator_of_this_machine("wkv7").library
 
 
 # ---- rule 9: output, final state and every gradient ----
@@ -143,4 +144,4 @@ def test_the_check_of_a_fresh_build_refuses_a_mutant(tmp_path: Path, monkeypatch
     mutant = build_mutant(tmp_path, *MUTANTS["forgotten chunk state"])
     monkeypatch.setattr(wkv, "HEAD_SIZES", (16,))
     with pytest.raises(KernelError, match="wrong numbers"):
-        wkv.check_library(mutant)
+        wkv.check_library(RECURRENCES["wkv7"], mutant)

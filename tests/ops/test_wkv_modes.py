@@ -27,7 +27,7 @@ from tests.ops.cases import (
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return wkv.kernels_of_this_machine().library
+    return wkv.operator_of_this_machine("wkv7").library
 
 
 # ---- bits, shapes and modes ----
@@ -191,18 +191,18 @@ def test_wrong_tensors_are_named() -> None:
 
 def test_a_backend_that_is_not_there_is_named() -> None:
     with pytest.raises(KernelError, match="choose auto, cpu or torch"):
-        resolve_backend("cuda", device="cpu", dtype=torch.float32)
+        resolve_backend("cuda", device="cpu", dtype=torch.float32, operator="wkv7")
     with pytest.raises(KernelError, match="take float32 and bfloat16, not float64"):
-        resolve_backend("cpu", device="cpu", dtype=torch.float64)
+        resolve_backend("cpu", device="cpu", dtype=torch.float64, operator="wkv7")
     with pytest.raises(KernelError, match="for the CPU, not for meta"):
-        resolve_backend("cpu", device="meta", dtype=torch.float32)
-    assert resolve_backend("auto", device="cpu", dtype=torch.float64).name == "torch"
-    assert resolve_backend("torch", device="cpu", dtype=torch.float32).name == "torch"
+        resolve_backend("cpu", device="meta", dtype=torch.float32, operator="wkv7")
+    assert resolve_backend("auto", device="cpu", dtype=torch.float64, operator="wkv7").name == "torch"
+    assert resolve_backend("torch", device="cpu", dtype=torch.float32, operator="wkv7").name == "torch"
 
 
 @compiled
 def test_the_reason_is_a_sentence_for_a_person() -> None:
-    backend = resolve_backend("auto", device="cpu", dtype=torch.bfloat16)
+    backend = resolve_backend("auto", device="cpu", dtype=torch.bfloat16, operator="wkv7")
     assert backend.name == "cpu"
     assert backend.reason.startswith("compiled CPU kernel, ")
 
