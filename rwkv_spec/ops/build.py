@@ -29,6 +29,7 @@ HEAD_SIZES = (16, 32, 48, 64, 80, 96, 112, 128)
 # The compiled wkv7 saves the state before every 32nd token. Fewer tokens: more memory, and slower; more: a work
 # space that leaves the second-level cache of small processors.
 CHUNK_LENGTH = 32
+HEADERS = (".hpp", ".cuh")
 FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", f"-DCHUNK_LENGTH={CHUNK_LENGTH}")
 
 
@@ -46,6 +47,21 @@ class Compiler:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """All that decides a library's bytes. `sizes`: one object of each source for each of these; 0 is no head size."""
+
+    name: str
+    compiler: Compiler
+    flags: tuple[str, ...]
+    sources: tuple[Path, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def file_name(self) -> str:
+        return f"rwkv_{self.name}.dll" if sys.platform == "win32" else f"rwkv_{self.name}.so"
+
+
+@dataclass(frozen=True)
 class Kernels:
     """A loaded operator. `remark` is empty, or one sentence on what the user may want to change."""
 
@@ -60,34 +76,37 @@ def load_operator(name: str, check: Callable[[ctypes.CDLL], None]) -> Kernels:
 
     `check` tries a library that was just built and raises KernelError: compilers make mistakes, and a wrong sum trains.
     """
-    return build_and_load(name, find_compiler(), source_folder(), cache_folder(), check)
+    return build_operator(name, find_compiler(), source_folder(), cache_folder(), check)
 
 
-def build_and_load(
+def build_operator(
     name: str, compiler: Compiler, folder: Path, cache: Path, check: Callable[[ctypes.CDLL], None]
 ) -> Kernels:
     """As load_operator, with everything given. Where the cache cannot be written a temporary folder takes its place."""
 
-    def build(target: Path) -> None:
-        compile_into(target, file_name, name, compiler, sources, flags)
-        # On Windows a library that was loaded could not be renamed any more.
-        if sys.platform != "win32":
-            check(open_library(target / file_name))
-
-    sources = sources_of(name, folder)
-    flags = (*FLAGS, *machine_flags())
-    file_name = f"rwkv_{name}.dll" if sys.platform == "win32" else f"rwkv_{name}.so"
-    place = cache / f"{name}-{build_key(compiler, sources, flags)}"
-    remark = ""
-    try:
-        if not is_whole(place, file_name):
-            cache.mkdir(parents=True, exist_ok=True)
-        library = open_library(publish(place, file_name, build) / file_name)
-    except OSError as error:
-        remark = f"{cache} cannot be written ({error.strerror or error}), so each start builds anew; make it writable"
-        library = _build_for_once(file_name, build)
+    recipe = Recipe(name, compiler, (*FLAGS, *machine_flags()), sources_of(name, folder), sizes_of(name))
+    library, remark = load_recipe(recipe, cache, check)
     library.instructions.restype = ctypes.c_char_p
     return Kernels(library, compiler.name, library.instructions().decode(), remark)
+
+
+def load_recipe(recipe: Recipe, cache: Path, check: Callable[[ctypes.CDLL], None]) -> tuple[ctypes.CDLL, str]:
+    """The library of a recipe, from the cache or built, and a remark for the user ("" mostly)."""
+
+    def build(target: Path) -> None:
+        compile_into(target, recipe)
+        # On Windows a library that was loaded could not be renamed any more.
+        if sys.platform != "win32":
+            check(open_library(target / recipe.file_name))
+
+    place = cache / f"{recipe.name}-{build_key(recipe)}"
+    try:
+        if not is_whole(place, recipe.file_name):
+            cache.mkdir(parents=True, exist_ok=True)
+        return open_library(publish(place, recipe.file_name, build) / recipe.file_name), ""
+    except OSError as error:
+        remark = f"{cache} cannot be written ({error.strerror or error}), so each start builds anew; make it writable"
+        return _build_for_once(recipe.file_name, build), remark
 
 
 def _build_for_once(name: str, build: Callable[[Path], None]) -> ctypes.CDLL:
@@ -154,7 +173,7 @@ def how_to_get_a_compiler() -> str:
 @functools.lru_cache(maxsize=8)
 def _describe(command: tuple[str, ...], modified: int) -> Compiler:
     """Asks the compiler what it is; `modified` makes an exchanged compiler a new question."""
-    result = _call([*command, "--version"], what=command[0])
+    result = call([*command, "--version"], what=command[0])
     text = result.stdout
     family = "clang" if "clang" in text.lower() else "g++"
     version = re.search(r"\d+\.\d+(\.\d+)?(?=\D*$)", text.partition("\n")[0])
@@ -209,24 +228,36 @@ def machine_text() -> str:
     return text
 
 
-def sources_of(name: str, folder: Path) -> list[Path]:
+def sizes_of(name: str) -> tuple[int, ...]:
+    """The head sizes that an operator of kernels/cpu is compiled for; (0,) where it has none."""
+    return HEAD_SIZES if name.startswith("wkv") else (0,)
+
+
+def sources_of(name: str, folder: Path) -> tuple[Path, ...]:
     """What an operator is made of: its own file, the one that says which instructions are used, and their headers."""
+    return with_headers([folder / f"{name}.cpp", folder / "instructions.cpp"])
+
+
+def with_headers(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """The files and all that they include from their own folder, by name."""
     found: list[Path] = []
-    wanted = [f"{name}.cpp", "instructions.cpp"]
+    wanted = list(paths)
     while wanted:
-        path = folder / wanted.pop()
+        path = wanted.pop()
         if path not in found:
             found.append(path)
-            wanted += re.findall(r'^#include "([\w.]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
-    return sorted(found)
+            included = re.findall(r'^#include "([\w.]+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
+            wanted += [path.parent / name for name in included]
+    return tuple(sorted(found))
 
 
-def build_key(compiler: Compiler, sources: Sequence[Path], flags: tuple[str, ...]) -> str:
+def build_key(recipe: Recipe) -> str:
     """A name for the library: equal only for equal sources, compiler, flags and processor."""
     digest = hashlib.sha256()
-    for path in sources:
+    for path in recipe.sources:
         digest.update(f"{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    for text in (*compiler.command, compiler.version_text, *flags, str(HEAD_SIZES), machine_text()):
+    compiler = recipe.compiler
+    for text in (*compiler.command, compiler.version_text, *recipe.flags, str(recipe.sizes), machine_text()):
         digest.update(f"{text}\0".encode())
     return digest.hexdigest()[:32]
 
@@ -234,37 +265,35 @@ def build_key(compiler: Compiler, sources: Sequence[Path], flags: tuple[str, ...
 # ---- compiling ----
 
 
-def compile_into(
-    folder: Path, file_name: str, name: str, compiler: Compiler, sources: Sequence[Path], flags: tuple[str, ...]
-) -> None:
-    """Builds an operator in `folder`, its parts side by side, and links them; nothing else is left there."""
-    work = folder / "work"
+def compile_into(folder: Path, recipe: Recipe) -> None:
+    """Builds a library in `folder`, its parts side by side, and links them; nothing else is left there."""
+    compiler, work = recipe.compiler, folder / "work"
     work.mkdir()
     objects, rules = [], ["rule compile", "  command = $cxx $flags $define -c $in -o $out", "rule link"]
     # A library for Windows carries the compiler's own runtime, which is on no other machine's PATH.
     static = " -static-libgcc -static-libstdc++" if sys.platform == "win32" else ""
     rules.append(f"  command = $cxx -shared -o $out $in{static}")
-    for source in sources:
+    for source in recipe.sources:
         shutil.copyfile(source, work / source.name)
-        if source.suffix == ".hpp":
+        if source.suffix in HEADERS:
             continue
-        # A templated operator is one object for each head size.
-        for size in HEAD_SIZES if source.stem.startswith("wkv") else (0,):
+        # What no head size changes is compiled once.
+        for size in recipe.sizes if source.stem == recipe.name else (0,):
             objects.append(f"{source.stem}_{size}.o")
             rules += [f"build {objects[-1]}: compile {source.name}", f"  define = -DHEAD_SIZE={size}"]
     quote = shlex.join if os.name == "posix" else subprocess.list2cmdline
-    variables = {"cxx": quote(compiler.command), "flags": quote(flags)}
+    variables = {"cxx": quote(compiler.command), "flags": quote(recipe.flags)}
     lines = [f"{key} = {value.replace('$', '$$')}" for key, value in variables.items()]
-    lines += [*rules, f"build {file_name}: link {' '.join(objects)}", ""]
+    lines += [*rules, f"build {recipe.file_name}: link {' '.join(objects)}", ""]
     (work / "build.ninja").write_text("\n".join(lines), encoding="utf-8")
-    result = _call([_ninja(), "-C", str(work), "-j", str(os.cpu_count() or 1)], what="ninja", check=False)
+    result = call([_ninja(), "-C", str(work), "-j", str(os.cpu_count() or 1)], what="ninja", check=False)
     if result.returncode != 0:
         message = re.sub(r"^(ninja: .*|\[\d+/\d+\].*)\n?", "", result.stdout + result.stderr, flags=re.MULTILINE)
         raise KernelError(
-            f"{sources[0].parent}: compiling {name} with {compiler.name} failed; "
+            f"{recipe.sources[0].parent}: compiling {recipe.name} with {compiler.name} failed; "
             f"try another compiler by CXX=..., or choose kernels: torch\n{message.strip()[:4000]}"
         )
-    (work / file_name).replace(folder / file_name)
+    (work / recipe.file_name).replace(folder / recipe.file_name)
     shutil.rmtree(work, ignore_errors=True)
 
 
@@ -279,7 +308,7 @@ def _ninja() -> str:
     return str(Path(ninja.BIN_DIR) / "ninja")
 
 
-def _call(command: list[str], *, what: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def call(command: list[str], *, what: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     try:
         result = subprocess.run(
             command,

@@ -22,8 +22,9 @@ from rwkv_spec.ops.build import (
     FLAGS,
     HEAD_SIZES,
     NoCompiler,
-    build_and_load,
+    Recipe,
     build_key,
+    build_operator,
     cache_folder,
     find_compiler,
     source_folder,
@@ -147,7 +148,7 @@ def test_an_owner_elsewhere_is_waited_for_and_then_passed_by(tmp_path: Path, mon
 def test_a_damaged_library_is_built_again_and_never_loaded(tmp_path: Path, stub: Path, damage: str) -> None:
     cache = tmp_path / "cache"
     compiler = find_compiler()
-    build_and_load("wkv7", compiler, stub, cache, no_check)
+    build_operator("wkv7", compiler, stub, cache, no_check)
     (folder,) = cache.iterdir()
     (library,) = (path for path in folder.iterdir() if path.name != "sha256")
     whole = library.read_bytes()
@@ -159,7 +160,7 @@ def test_a_damaged_library_is_built_again_and_never_loaded(tmp_path: Path, stub:
     elif damage != "gone":
         library.write_bytes(whole[: len(whole) // 2] if damage == "cut off" else b"")
     assert not is_whole(folder, library.name)
-    assert build_and_load("wkv7", compiler, stub, cache, no_check).instructions == "stub"
+    assert build_operator("wkv7", compiler, stub, cache, no_check).instructions == "stub"
     assert library.read_bytes() == whole
 
 
@@ -169,7 +170,7 @@ def test_a_build_that_fails_its_check_is_not_kept(tmp_path: Path, stub: Path) ->
         raise KernelError("wrong numbers")
 
     with pytest.raises(KernelError, match="wrong numbers"):
-        build_and_load("wkv7", find_compiler(), stub, tmp_path / "cache", refuse)
+        build_operator("wkv7", find_compiler(), stub, tmp_path / "cache", refuse)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -177,7 +178,7 @@ def test_a_build_that_fails_its_check_is_not_kept(tmp_path: Path, stub: Path) ->
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_path: Path, stub: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder", encoding="utf-8")
-    kernels = build_and_load("wkv7", find_compiler(), stub, blocked / "kernels", no_check)
+    kernels = build_operator("wkv7", find_compiler(), stub, blocked / "kernels", no_check)
     assert kernels.instructions == "stub"
     assert "cannot be written" in kernels.remark
     assert "each start builds anew" in kernels.remark
@@ -187,7 +188,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_pa
 def test_a_compile_error_carries_the_compilers_message(tmp_path: Path, stub: Path) -> None:
     (stub / "wkv7.cpp").write_text("int main( { return nonsense; }\n", encoding="utf-8")
     with pytest.raises(KernelError, match=r"(?s)compiling wkv7.*choose kernels: torch.*wkv7\.cpp:1.*error"):
-        build_and_load("wkv7", find_compiler(), stub, tmp_path / "cache", no_check)
+        build_operator("wkv7", find_compiler(), stub, tmp_path / "cache", no_check)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -197,7 +198,7 @@ def test_the_key_follows_sources_compiler_and_flags(stub: Path) -> None:
         compiler = find_compiler()
         if text:
             compiler = replace(compiler, version_text=text)
-        return build_key(compiler, sources_of("wkv7", stub), flags)
+        return build_key(Recipe("wkv7", compiler, flags, sources_of("wkv7", stub), (64,)))
 
     keys = {key(), key("another version"), key(flags=(*FLAGS, "-g"))}
     (stub / "wkv7.cpp").write_text('#include "wkv7.hpp"\n// changed\n', encoding="utf-8")
