@@ -6,7 +6,7 @@ checking a spec does not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ from rwkv_spec.tokenizer.protocol import Tokenizer
 if TYPE_CHECKING:
     from rwkv_spec.benchmark import Report
     from rwkv_spec.checkpoint.detect import Info
+    from rwkv_spec.conversion import Converted
+    from rwkv_spec.generation.sample import Sampling
+    from rwkv_spec.generation.text import TextStream
     from rwkv_spec.model.language_model import LanguageModel
     from rwkv_spec.planning import Planned
     from rwkv_spec.training import Run
@@ -100,7 +103,13 @@ def planned(
     from rwkv_spec.planning import make_planned, make_world
 
     world = make_world(inputs.spec, shape=inputs.shape, num_processes=num_processes, engine=engine)
-    return make_planned(inputs.spec, shape=inputs.shape, data=foreseen(inputs), world=world)
+    return make_planned(
+        inputs.spec,
+        shape=inputs.shape,
+        data=foreseen(inputs),
+        world=world,
+        checkpoint_rows=inputs.checkpoint_rows,
+    )
 
 
 def prepare(
@@ -136,11 +145,22 @@ def bench(spec: SpecSource, *, overrides: Sequence[str] = (), num_steps: int = 1
 
 
 def inspect(path: str | Path) -> Info:
-    """What a checkpoint file holds, read from its header; CheckpointError says what else it is."""
+    """What a checkpoint (a file, or a Hugging Face folder) holds, read from its header; or what else it is."""
     from rwkv_spec.checkpoint.detect import describe
-    from rwkv_spec.checkpoint.format import read_header
+    from rwkv_spec.checkpoint.published import open_header
 
-    return describe(read_header(Path(path).expanduser()))
+    return describe(open_header(Path(path).expanduser()))
+
+
+def convert(source: str | Path, target: str | Path, *, dtype: str | None = None) -> Converted:
+    """Write a checkpoint as .pth, .safetensors or, for any other name, a Hugging Face folder (x070), and check it.
+
+    `dtype`: bf16 | fp16 | fp32, None keeps the source's. What is at `target` already is never overwritten.
+    """
+    from rwkv_spec.conversion import convert
+    from rwkv_spec.inference import find_weights
+
+    return convert(find_weights(Path(source).expanduser()), Path(target).expanduser(), dtype=dtype)
 
 
 def load(path: str | Path, *, device: str = "cpu", dtype: str = "fp32") -> LanguageModel:
@@ -152,34 +172,118 @@ def load(path: str | Path, *, device: str = "cpu", dtype: str = "fp32") -> Langu
 
 def generate(
     checkpoint_or_run_dir: str | Path,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: str | Sequence[str | Sequence[int]],
     *,
     tokenizer: Tokenizer | None = None,
     max_new_tokens: int = 64,
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    stop_sequences: Sequence[str] = (),
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    penalty_decay: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop_sequences: str | Sequence[str | Sequence[int]] = (),
     seed: int = 0,
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
 ) -> list[str]:
     """Continue each prompt with a run's final weights, or with those of a file; the tokenizer defaults to the run's.
 
-    A prompt is text, or a list of values of a numeric tokenizer. temperature 0 takes the likeliest token.
-    """
-    from rwkv_spec.inference import find_tokenizer, find_weights, generate_texts, load_model
+    A prompt is text, or a list of values of a numeric tokenizer, and so is a stop: the first one to be complete ends
+    the text, and is no part of it. temperature 0 takes the likeliest token; the penalties (off by default) lower the
+    logits of tokens that the text holds, as rwkv_spec.generation.sample.Sampling says. Prompt i draws with seed + i.
 
-    source = Path(checkpoint_or_run_dir).expanduser()
-    model = load_model(find_weights(source), device="cpu", dtype="fp32")
-    return generate_texts(
-        model,
-        tokenizer or find_tokenizer(source),
-        [prompts] if isinstance(prompts, str) else prompts,
+    `save_state` is a file that the state after each prompt and its text is written to; a file that is there is left
+    alone. From a `state` so saved the prompts go on instead of beginning a document. Each token's draw depends on its
+    seed and its place in the sequence alone, so that a text does not depend on where it was cut by saving its state.
+    """
+    from rwkv_spec.generation.sample import Sampling
+
+    stream = text_stream(
+        checkpoint_or_run_dir,
+        prompts,
+        tokenizer=tokenizer,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        sampling=Sampling(
+            temperature, top_k, top_p, presence_penalty, frequency_penalty, penalty_decay, repetition_penalty
+        ),
         stop_sequences=stop_sequences,
         seed=seed,
+        state=state,
+        save_state=save_state,
+    )
+    return [completion.text for completion in stream.completions()]
+
+
+def generate_stream(
+    checkpoint_or_run_dir: str | Path,
+    prompt: str | Sequence[int],
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    penalty_decay: float = 1.0,
+    repetition_penalty: float = 1.0,
+    stop_sequences: str | Sequence[str | Sequence[int]] = (),
+    seed: int = 0,
+    state: str | Path | None = None,
+    save_state: str | Path | None = None,
+) -> Iterator[str]:
+    """The text that generate() gives for one prompt, in pieces, each as soon as it is certain to stay.
+
+    No piece ends in half a character, or is part of a stop. Arguments are checked before the first piece is asked for;
+    `save_state` is written after the last.
+    """
+    from rwkv_spec.generation.sample import Sampling
+
+    stream = text_stream(
+        checkpoint_or_run_dir,
+        [prompt],
+        tokenizer=tokenizer,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(
+            temperature, top_k, top_p, presence_penalty, frequency_penalty, penalty_decay, repetition_penalty
+        ),
+        stop_sequences=stop_sequences,
+        seed=seed,
+        state=state,
+        save_state=save_state,
+    )
+    return (piece for _, piece in stream)
+
+
+def text_stream(
+    checkpoint_or_run_dir: str | Path,
+    prompts: str | Sequence[str | Sequence[int]] | None,
+    *,
+    tokenizer: Tokenizer | None,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_sequences: str | Sequence[str | Sequence[int]],
+    seed: int,
+    state: str | Path | None,
+    save_state: str | Path | None,
+) -> TextStream:
+    """What generate(), generate_stream() and the command line run: more than texts, and for many prompts at once."""
+    from rwkv_spec.generation.text import TextStream
+    from rwkv_spec.inference import find_tokenizer, find_weights, load_model
+
+    source = Path(checkpoint_or_run_dir).expanduser()
+    return TextStream(
+        load_model(find_weights(source), device="cpu", dtype="fp32"),
+        tokenizer or find_tokenizer(source),
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_sequences=stop_sequences,
+        seed=seed,
+        state=state,
+        save_state=save_state,
     )
 
 

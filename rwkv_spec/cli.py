@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rwkv_spec.errors import SpecError, UserError
+from rwkv_spec.generate_verb import generate, generate_options
 from rwkv_spec.process import wait_briefly
 
 STATUS_DONE, STATUS_FAULT, STATUS_USER, STATUS_STOPPED = 0, 1, 2, 75
@@ -246,7 +247,7 @@ def _new(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="a checkpoint: .pth or .safetensors")
+    parser.add_argument("file", type=Path, help="a checkpoint: .pth, .safetensors, or a Hugging Face folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -258,41 +259,20 @@ def _inspect(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return STATUS_DONE
 
 
-def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="RUN_DIR|FILE", help="a run folder, or a checkpoint file")
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint: a file, a Hugging Face folder or a run")
     parser.add_argument(
-        "--prompt", action="append", default=None, help="text or numbers to go on from; may be repeated"
+        "target", type=Path, metavar="OUT", help="NAME.pth, NAME.safetensors, or a folder for the Hugging Face layout"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0, help="0 is no limit")
-    parser.add_argument(
-        "--stop", action="append", default=None, help="end when this text was produced; may be repeated"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default=None, help="default: as in the file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _generate(arguments: argparse.Namespace, overrides: list[str]) -> int:
+def _convert(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from rwkv_spec import api
 
-    prompts = arguments.prompt if arguments.prompt is not None else [""]
-    try:
-        texts = api.generate(
-            arguments.source,
-            prompts,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            top_k=arguments.top_k,
-            stop_sequences=arguments.stop or (),
-            seed=arguments.seed,
-        )
-    except ValueError as error:
-        # To a caller in Python a wrong argument is a ValueError; here a person typed it.
-        raise UserError(str(error)) from error
-    for text in texts:
-        print(text)
+    converted = api.convert(arguments.source, arguments.target, dtype=arguments.dtype)
+    print(json.dumps(converted.as_dict(), indent=2) if arguments.json else converted)
     return STATUS_DONE
 
 
@@ -312,6 +292,7 @@ VERBS: dict[str, Verb] = {
     "bench": Verb("SPEC", "time training steps of a spec on this machine", _bench_options, _bench),
     "new": Verb("FILE", "write a commented starter spec", _new_options, _new),
     "inspect": Verb("FILE", "say what a checkpoint holds", _inspect_options, _inspect),
-    "generate": Verb("FILE", "continue prompts with a trained model", _generate_options, _generate),
+    "convert": Verb("FILE", "write a checkpoint in another form or dtype, and check it", _convert_options, _convert),
+    "generate": Verb("FILE", "continue prompts with a trained model", generate_options, generate),
     "schema": Verb("NONE", "print the JSON schema of specs", _no_options, _schema),
 }

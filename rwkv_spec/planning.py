@@ -30,13 +30,15 @@ class Planned:
         return describe(self.plan, self.spec, sizes=self.sizes, world=self.world)
 
 
-def make_planned(spec: Spec, *, shape: ModelShape, data: DataStats, world: World) -> Planned:
-    """SpecError where the figures do not go together."""
-    sizes = model_sizes(shape)
+def make_planned(
+    spec: Spec, *, shape: ModelShape, data: DataStats, world: World, checkpoint_rows: int | None = None
+) -> Planned:
+    """SpecError where the figures do not go together. `checkpoint_rows`: the vocabulary rows of spec.checkpoint."""
+    sizes = model_sizes(shape, checkpoint_rows=checkpoint_rows)
     return Planned(make_plan(spec, sizes=sizes, data=data, world=world), spec, sizes, world)
 
 
-def model_sizes(shape: ModelShape) -> ModelSizes:
+def model_sizes(shape: ModelShape, *, checkpoint_rows: int | None = None) -> ModelSizes:
     """Counts of parameters by optimizer group, and of what a sequence carries from token to token."""
     groups = num_parameters(shape)
     return ModelSizes(
@@ -48,6 +50,7 @@ def model_sizes(shape: ModelShape) -> ModelSizes:
         parameters_by_group=groups,
         num_parameters=sum(groups.values()),
         num_state_values=shape.n_layer * shape.n_embd * (2 + shape.head_size),
+        checkpoint_rows=checkpoint_rows,
     )
 
 
@@ -66,7 +69,11 @@ def make_world(
     local = num_local_processes or num_processes
     decided = precision or decide_precision(spec.train.precision, device=device)
     backend = resolve_backend(
-        spec.kernels, device=device, dtype=_COMPUTE_DTYPES[decided.name], operator=OPERATORS[shape.type]
+        spec.kernels,
+        device=device,
+        dtype=_COMPUTE_DTYPES[decided.name],
+        operator=OPERATORS[shape.type],
+        head_size=shape.head_size,
     )
     return World(
         num_processes=num_processes,

@@ -9,7 +9,7 @@ import difflib
 import importlib.util
 import numbers
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rwkv_spec.data.holdout import EvalRule
@@ -28,13 +28,17 @@ _ROW_MULTIPLE = 256
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the spec leads to: all of it exists and fits together as far as can be seen without reading the data."""
+    """What the spec leads to: all of it exists and fits together as far as can be seen without reading the data.
+
+    `checkpoint_rows` is the number of vocabulary rows in the checkpoint, where there is one; the shape may have others.
+    """
 
     spec: Spec
     tokenizer: Tokenizer
     shape: ModelShape
     sources: tuple[Given, ...]
     eval_rule: EvalRule | None
+    checkpoint_rows: int | None = None
 
 
 def preflight(
@@ -46,12 +50,12 @@ def preflight(
     _check_sources(spec, "data.train", sources, problems)
     eval_rule = _eval_rule(spec, eval_data, problems)
     built = _tokenizer(spec, tokenizer, problems)
-    shape = _shape(spec, built, problems)
+    shape, rows = _shape(spec, built, problems)
     _check_trackers(spec, problems)
     _check_compiler(spec, problems)
     if problems or built is None or shape is None:
         raise SpecError(problems)
-    return Inputs(spec, built, shape, sources, eval_rule)
+    return Inputs(spec, built, shape, sources, eval_rule, rows)
 
 
 def _check_sources(spec: Spec, key: str, sources: tuple[Given, ...], problems: list[Problem]) -> None:
@@ -142,9 +146,34 @@ def _faults_of_tokenizer(given: object) -> list[str]:
     return wrong
 
 
-def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> ModelShape | None:
-    if spec.checkpoint is not None:
-        return _checkpoint_shape(spec, spec.checkpoint.path, tokenizer, problems)
+def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> tuple[ModelShape | None, int | None]:
+    """The model's shape, and the vocabulary rows of the checkpoint that it starts from, if it does."""
+    if spec.checkpoint is None:
+        return _fresh_shape(spec, tokenizer, problems), None
+    shape = _checkpoint_shape(spec, spec.checkpoint.path, problems)
+    if shape is None or tokenizer is None:
+        return shape, None
+    if spec.checkpoint.resize_vocab:
+        return replace(shape, vocab_size=int(tokenizer.vocab_size)), shape.vocab_size
+    most = -(-tokenizer.vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    if not tokenizer.vocab_size <= shape.vocab_size <= most:
+        what = f"the checkpoint has {shape.vocab_size} vocabulary rows and the tokenizer {tokenizer.vocab_size} ids"
+        fix = (
+            "use the tokenizer that the checkpoint was trained with, another checkpoint, model: for fresh weights, or "
+            f"checkpoint.resize_vocab: true to train with {_resized(shape.vocab_size, tokenizer.vocab_size)}"
+        )
+        problems.append(spec.problem("checkpoint.path", what, fix))
+        return None, None
+    return shape, shape.vocab_size
+
+
+def _resized(num_rows: int, num_ids: int) -> str:
+    if num_ids < num_rows:
+        return f"the first {num_ids} rows alone"
+    return f"these rows and {num_ids - num_rows} fresh ones"
+
+
+def _fresh_shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> ModelShape | None:
     assert spec.model is not None
     if tokenizer is None:
         return None
@@ -161,33 +190,22 @@ def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> 
             n_embd=model.n_embd,
             head_size=model.head_size,
             vocab_size=rows,
-            ranks=model.ranks,
+            ranks=model.ranks or "current",
         )
     except ValueError as error:
         problems.append(spec.problem("model", str(error)))
         return None
 
 
-def _checkpoint_shape(
-    spec: Spec, path: Path, tokenizer: Tokenizer | None, problems: list[Problem]
-) -> ModelShape | None:
-    from rwkv_spec.checkpoint.detect import detect
-    from rwkv_spec.checkpoint.format import read_header
+def _checkpoint_shape(spec: Spec, path: Path, problems: list[Problem]) -> ModelShape | None:
+    from rwkv_spec.checkpoint.detect import detect_model
+    from rwkv_spec.checkpoint.published import open_header
 
     try:
-        shape = detect(read_header(path).tensors, where=path).shape
+        return detect_model(open_header(path).tensors, where=path).shape
     except CheckpointError as error:
         problems.append(spec.problem("checkpoint.path", str(error)))
         return None
-    if tokenizer is None:
-        return shape
-    most = -(-tokenizer.vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    if not tokenizer.vocab_size <= shape.vocab_size <= most:
-        what = f"the checkpoint has {shape.vocab_size} vocabulary rows and the tokenizer {tokenizer.vocab_size} ids"
-        fix = "use the tokenizer that the checkpoint was trained with, another checkpoint, or model: for fresh weights"
-        problems.append(spec.problem("checkpoint.path", what, fix))
-        return None
-    return shape
 
 
 def _check_compiler(spec: Spec, problems: list[Problem]) -> None:

@@ -12,17 +12,18 @@ from pathlib import Path
 import yaml
 
 from rwkv_spec.atomic import write_text
-from rwkv_spec.checkpoint.format import read_weights, write_weights
+from rwkv_spec.checkpoint.format import write_weights
+from rwkv_spec.checkpoint.published import checkpoint_sha256
 from rwkv_spec.checkpoint.resume import Resolved, Settings, changed_contents, changes, refuse_changes, spec_values
 from rwkv_spec.checkpoint.state import (
     SavedState,
-    file_sha256,
     list_states,
     read_manifest,
     read_state,
     remove_leftovers,
     step_of,
 )
+from rwkv_spec.checkpoint.vocabulary import starting_weights
 from rwkv_spec.data.store import Store
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.model.build import build_model, load_state, weights
@@ -116,7 +117,7 @@ def build_session(
 ) -> Session:
     """Model and optimizer of the run on their device, not yet filled; refuses a state of other data or a longer run."""
     spec, plan = beginning.spec, planned.plan
-    checkpoint_hash = "" if spec.checkpoint is None else file_sha256(spec.checkpoint.path)
+    checkpoint_hash = "" if spec.checkpoint is None else checkpoint_sha256(spec.checkpoint.path)
     if beginning.state is not None:
         found = changed_contents(
             _part(beginning.state, "resolved"),
@@ -210,7 +211,8 @@ def _restore(session: Session, saved: SavedState) -> Progress:
 
 def _fill_from_checkpoint(session: Session) -> None:
     if session.spec.checkpoint is not None:
-        load_state(session.model, read_weights(session.spec.checkpoint.path))
+        path, shape = session.spec.checkpoint.path, session.model.shape
+        load_state(session.model, starting_weights(path, shape=shape, seed=session.spec.seed))
 
 
 def write_initial_weights(inputs: Inputs) -> Path:
@@ -221,7 +223,7 @@ def write_initial_weights(inputs: Inputs) -> Path:
         raise CheckpointError(f"{path}: is there already and was left alone; move it, or use another work_dir")
     model = build_model(inputs.shape, seed=spec.seed if spec.checkpoint is None else None, backend="torch")
     if spec.checkpoint is not None:
-        load_state(model, read_weights(spec.checkpoint.path))
+        load_state(model, starting_weights(spec.checkpoint.path, shape=inputs.shape, seed=spec.seed))
     write_weights(path, weights(model), format=spec.save.format, dtype=spec.save.dtype)
     return path
 

@@ -46,29 +46,39 @@ class Run:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         *,
         max_new_tokens: int = 64,
         temperature: float = 1.0,
         top_p: float = 1.0,
         top_k: int = 0,
-        stop_sequences: Sequence[str] = (),
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        penalty_decay: float = 1.0,
+        repetition_penalty: float = 1.0,
+        stop_sequences: str | Sequence[str | Sequence[int]] = (),
         seed: int = 0,
+        state: str | Path | None = None,
+        save_state: str | Path | None = None,
     ) -> list[str]:
-        """The continuation of each prompt, without it; a prompt is text, or a list of values of a numeric tokenizer."""
-        from rwkv_spec.inference import generate_texts
+        """The continuation of each prompt, without it; rwkv_spec.generate says what each argument is."""
+        from rwkv_spec.generation.sample import Sampling
+        from rwkv_spec.generation.text import TextStream
 
-        return generate_texts(
+        stream = TextStream(
             self.model.eval(),
             self.tokenizer,
             prompts,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            sampling=Sampling(
+                temperature, top_k, top_p, presence_penalty, frequency_penalty, penalty_decay, repetition_penalty
+            ),
             stop_sequences=stop_sequences,
             seed=seed,
+            state=state,
+            save_state=save_state,
         )
+        return [completion.text for completion in stream.completions()]
 
 
 def train(inputs: Inputs, *, given: object, resume: str) -> Run:
@@ -140,10 +150,11 @@ def _plan_and_prepare(inputs: Inputs, beginning: Beginning, engine: Engine, cons
         num_threads=engine.num_threads,
     )
     expected = foreseen(inputs)
-    first = make_planned(spec, shape=inputs.shape, data=expected, world=world)
+    make = partial(make_planned, spec, shape=inputs.shape, world=world, checkpoint_rows=inputs.checkpoint_rows)
+    first = make(data=expected)
     console.lines(str(first))
     store = prepare_inputs(inputs, console)
-    exact = make_planned(spec, shape=inputs.shape, data=stored_data(store, spec), world=world)
+    exact = make(data=stored_data(store, spec))
     if expected.approximate:
         console.lines(f"with all data read:\n{exact}")
     return exact, store

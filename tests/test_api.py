@@ -22,6 +22,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
     return tmp_path, rwkv_spec.run(tiny_spec(tmp_path))
 
 
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(rwkv_spec, name) is not None for name in rwkv_spec.__all__)
+
+
 def test_a_run_leaves_the_whole_run_folder(finished: tuple[Path, rwkv_spec.Run]) -> None:
     tmp_path, run = finished
     work_dir = tmp_path / "run"

@@ -29,15 +29,15 @@ LAYERS: dict[str, list[str]] = {
     "interrupt": [],
     "process": [],
     "spec": ["types", "load", "validate", "plan"],
-    "ops": ["build", "backend", "recurrence", "reference", "wkv"],
+    "ops": ["build", "build_cuda", "backend", "recurrence", "reference", "wkv"],
     "tokenizer": ["integer", "vocab", "build"],
     "data": ["binidx", "source", "prepare", "order", "batch"],
-    "model": ["shapes", "rwkv7", "language_model", "build"],
-    "generation": ["sample", "decode"],
+    "model": ["shapes", "block", "initial", "rwkv5", "rwkv6", "rwkv7", "language_model", "build"],
     "objective": [],
     "evaluate": [],
     "train": ["engine", "optimizer", "schedule", "loop"],
     "checkpoint": ["format", "detect", "state"],
+    "generation": ["penalty", "sample", "stop", "context", "decode", "text"],
     "report": ["metrics", "console"],
     "run_folder": [],
     "preflight": [],
@@ -46,10 +46,12 @@ LAYERS: dict[str, list[str]] = {
     "session": [],
     "start": [],
     "inference": [],
+    "conversion": [],
     "training": [],
     "benchmark": [],
     "api": [],
     "__init__": [],
+    "generate_verb": [],
     "cli": [],
     "__main__": [],
 }
@@ -61,7 +63,7 @@ TORCH_LIKE = {"torch", "accelerate", "safetensors", "deepspeed"}
 MAY_IMPORT_ACCELERATE = {"train.engine"}
 
 # The compiler and the cache; the launcher's world; which process of a launch speaks; whether there is a launcher.
-MAY_READ_ENVIRONMENT = {"ops.build", "train.engine", "cli", "interrupt", "process"}
+MAY_READ_ENVIRONMENT = {"ops.build", "ops.build_cuda", "train.engine", "cli", "interrupt", "process"}
 MAY_PRINT = ("report", "cli")
 POSIX_ONLY = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "readline", "curses"}
 MAX_FILE_LINES, MAX_CUDA_LINES, MAX_FUNCTION_LINES = 400, 300, 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import rwkv_spec
 from rwkv_spec.errors import CheckpointError, UserError
 from rwkv_spec.inference import find_tokenizer, find_weights, load_model
 from tests.tiny import tiny_spec
+from tests.tokenizer.vocabularies import world
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +111,25 @@ def test_a_run_folder_generates_though_the_vocabulary_moved_away(tmp_path: Path)
     (tmp_path / "vocab.txt").unlink()
     run.dir.rename(tmp_path / "sent")
     assert rwkv_spec.generate(tmp_path / "sent", ["ab"], max_new_tokens=4, temperature=0) == before
+
+
+def test_a_run_with_the_world_vocabulary_needs_no_rwkv_package_to_generate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "configs").mkdir(), (tmp_path / "data").mkdir()
+    (tmp_path / "configs" / "resolved.yaml").write_text("tokenizer: {type: world}\n")
+    copy = tmp_path / "data" / "vocab.txt"
+    world().save_vocab(copy)
+    # A package of this name without the file, found before the real one.
+    (tmp_path / "rwkv").mkdir()
+    (tmp_path / "rwkv" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "rwkv", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    tokenizer = find_tokenizer(tmp_path)
+    assert (tokenizer.fingerprint, tokenizer.vocab_size) == (world().fingerprint, 65536)
+    copy.unlink()
+    with pytest.raises(UserError, match="pip install rwkv"):
+        find_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import rwkv_spec
 from rwkv_spec.errors import Problem, SpecError
 
 GOLDEN = Path(__file__).parent / "golden"
-SHARED = Path(__file__).parents[1] / ".." / "shared" / "golden"
 
 # Line numbers count from here: `version` stands on line 1.
 SPEC = """\
@@ -120,6 +120,28 @@ def test_a_missing_vocabulary_file_is_named(folder: Path) -> None:
     assert problem.key == "tokenizer.path" and str(folder / "vocab.txt") in problem.what
 
 
+def test_a_world_vocabulary_that_is_not_the_published_one_is_told_at_its_path(folder: Path) -> None:
+    (folder / "vocab.txt").write_text("1 'a' 1\n")
+    text = SPEC.replace("{type: integer, max_value: 9}", "{type: world, path: vocab.txt}")
+    (problem,) = problems(folder, text)
+    assert (problem.line, problem.key) == (5, "tokenizer.path")
+    assert "none with id 2: it is cut off, or not the published World vocabulary" in problem.what
+    assert "pip install rwkv" in problem.what and "type vocab" in problem.what
+
+
+def test_without_the_package_that_brings_it_world_asks_for_the_package_or_a_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A package of this name without the file, found before the real one.
+    (folder / "rwkv").mkdir()
+    (folder / "rwkv" / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "rwkv", raising=False)
+    monkeypatch.syspath_prepend(folder)
+    (problem,) = problems(folder, SPEC.replace("{type: integer, max_value: 9}", "{type: world}"))
+    assert (problem.line, problem.key) == (5, "tokenizer")
+    assert "pip install rwkv, or give a copy of rwkv_vocab_v20230424.txt as path" in problem.what
+
+
 def test_fewer_rows_than_ids_names_both_numbers(folder: Path) -> None:
     (problem,) = problems(folder, SPEC.replace("n_layer: 1", "n_layer: 1, vocab_size: 10"))
     assert problem.key == "model.vocab_size" and "10 rows" in problem.what and "11" in problem.what
@@ -152,14 +174,12 @@ def test_a_checkpoint_may_have_more_rows_up_to_the_next_multiple_of_256(folder: 
     assert "256 vocabulary rows" in problem.what and "257 ids" in problem.what
 
 
-def test_another_generation_is_refused_by_its_name(folder: Path) -> None:
-    for name, generation in (("x060_mini_L2-D128-V32.pth", "x060"), ("x052_mini_L2-D128-V32.pth", "x052")):
-        if not (SHARED / name).is_file():
-            pytest.skip(f"{name} is not there: ../shared/golden holds it")
-        shutil.copy(SHARED / name, folder / name)
-        (problem,) = problems(folder, checkpoint_spec(name, "{type: integer, max_value: 9}"))
-        assert (problem.line, problem.key) == (6, "checkpoint.path")
-        assert generation in str(problem) and name in str(problem)
+def test_a_generation_that_is_not_trained_is_refused_by_its_name(folder: Path) -> None:
+    names = ("att.time_decay", "att.time_first", "att.time_mix_k", "ffn.time_mix_k")
+    torch.save({f"blocks.0.{name}": torch.zeros(64) for name in names}, folder / "old.pth")
+    (problem,) = problems(folder, checkpoint_spec("old.pth", "{type: integer, max_value: 9}"))
+    assert (problem.line, problem.key) == (6, "checkpoint.path")
+    assert "RWKV-4" in str(problem) and "old.pth" in str(problem)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04 cut off"], ids=["empty", "text", "zip"])

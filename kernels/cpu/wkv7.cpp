@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "folds.hpp"
+#include "recurrence.hpp"
 #include "rows.hpp"
 #include "threads.hpp"
 #include "wkv7.hpp"
@@ -148,10 +149,6 @@ APART void forward_head(const Forward& c, int64_t item, ForwardRows<N>& m) {
 }
 
 }  // namespace
-
-// HEAD_SIZE is given by the build, which compiles this file once for each size: the objects build side by side.
-#define JOIN_(name, size) name##_##size
-#define JOIN(name, size) JOIN_(name, size)
 
 // Both return 0, or 2 where no memory was left.
 // Null means: starts, no resets; state_in, dy and dstate_out, zeros; chunk_states and sa in the forward, not saved;

@@ -1,31 +1,13 @@
-// What the forward and the backward of WKV-7 share: the chunk, the decay, the resets.
+// The decay of WKV-7, for its forward and its backward.
 
 #pragma once
 
 #include <cstdint>
 
+#include "exponential.hpp"
 #include "lanes.hpp"
 
 namespace {
-
-// Tokens between two saved states; given by the build, which also sizes the memory for them.
-constexpr int64_t CHUNK = CHUNK_LENGTH;
-
-// exp(x) for x in [-87, 0], to two units in the last place; lower x count as -87.
-INLINE V exp_not_positive(V x) {
-    x = x < -87.0f ? all(-87.0f) : x;
-    // Adding and taking away 1.5 * 2^23 rounds to the nearest integer.
-    const V shifted = x * 1.44269504f + 12582912.0f;
-    const V n = shifted - 12582912.0f;
-    const V f = x - n * 0.693359375f + n * 2.12194440e-4f;
-    V p = f * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
-    return p * reinterpret_cast<V>((reinterpret_cast<IV>(shifted) + 127) << 23);
-}
 
 // exp(x) for x in [-0.61, 0], where a decay lies: there a polynomial of relative error 1e-9 is enough.
 INLINE V exp_of_decay(V x) {
@@ -50,7 +32,7 @@ constexpr float RATE = 0.60653065971f;
 APART void decay_rows(float* rows, float* slope, int64_t count) {
     for (int64_t n = 0; n < count; n += W) {
         const V w_raw = load(rows + n);
-        const V e = exp_not_positive(w_raw < 0.0f ? w_raw : -w_raw);
+        const V e = exponential(w_raw < 0.0f ? w_raw : -w_raw).whole();
         const V inverse = reciprocal(1.0f + e);
         const V decay = exp_of_decay((w_raw < 0.0f ? e : all(1.0f)) * inverse * -RATE);
         store(rows + n, decay);
@@ -58,7 +40,5 @@ APART void decay_rows(float* rows, float* slope, int64_t count) {
         if (slope != nullptr) store(slope + n, e * inverse * inverse * decay * -RATE);
     }
 }
-
-inline bool resets(const uint8_t* starts, int64_t t) { return starts != nullptr && starts[t] != 0; }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "folds.hpp"
+#include "recurrence.hpp"
 #include "rows.hpp"
 #include "wkv7.hpp"
 

@@ -14,22 +14,35 @@ from pathlib import Path
 
 from rwkv_spec.checkpoint.format import DTYPES, Header, TensorInfo, shown
 from rwkv_spec.errors import CheckpointError
-from rwkv_spec.model.shapes import GROUPS, TYPES, UNTRAINED, ModelShape, Ranks, low_ranks, parameter_shapes
+from rwkv_spec.model.shapes import (
+    GROUPS,
+    TYPES,
+    UNTRAINED,
+    ModelShape,
+    Ranks,
+    low_ranks,
+    parameter_groups,
+    parameter_shapes,
+)
 
 _BLOCK = re.compile(r"blocks\.(0|[1-9]\d{0,5})\.")
 _NUM_LISTED = 6
-_GENERATIONS = {
-    "x040": "RWKV-4",
-    "x050": "RWKV-5.0 (x050)",
-    "x051": "RWKV-5.1 (x051)",
-    "x052": "RWKV-5.2 (x052)",
-    "x060": "RWKV-6 (x060)",
-    "x060a": "RWKV-6 (x060a)",
-    "x060b": "RWKV-6 (x060b)",
-    "x070": "RWKV-7 (x070)",
-    "x070a": "RWKV-7a (x070a, with token-wise embeddings in the channel-mix)",
-    "x070b": "RWKV-7b (x070b, with token-wise embeddings in both mixes)",
+# What a file of another generation is called, and what it needs that this version does not have.
+_REFUSED = {
+    "x040": ("RWKV-4", "its recurrence without heads (att.time_first, no att.ln_x)"),
+    "x050": ("RWKV-5.0 (x050)", "its time-mix with one decay a head and no gate"),
+    "x051": ("RWKV-5.1 (x051)", "its time-mix with one decay a head (att.time_decay of one column)"),
+    "x060a": ("RWKV-6 (x060a)", "its low-rank gate (att.gate_w1, att.gate_w2)"),
+    # The two have the same tensors and differ in one factor of the key.
+    "x060b": ("RWKV-6 (x060b or x060c)", "its time-mix without a gate (att.time_maa_rkvw_w1, att.time_maa_rkvw_w2)"),
+    "x070a": ("RWKV-7a (x070a)", "the DeepEmbed tensors (ffn.s_emb, ffn.s_emb_x, ffn.s0, ffn.s1, ffn.s2)"),
+    "x070b": (
+        "RWKV-7b (x070b)",
+        "the DeepEmbed tensors (ffn.s_emb, ffn.s_emb_x, ffn.s0, ffn.s1, ffn.s2) and the attention beside the time-mix "
+        "(qkv.*)",
+    ),
 }
+INITIAL_STATE = "initial state"
 
 
 @dataclass(frozen=True)
@@ -37,21 +50,23 @@ class Detected:
     """A model's shape as its tensors tell it. dtype is that of most of its numbers: fp32, bf16, fp16 or fp64.
 
     has_block0_value_residual: block 0's v0, v1 and v2 are in the file; they are never used, and most published files
-    lack them.
+    lack them. has_initial_state: the file holds the time_state that state tuning leaves.
     """
 
     shape: ModelShape
     dtype: str
     num_parameters: int
     has_block0_value_residual: bool
+    has_initial_state: bool
 
 
 @dataclass(frozen=True)
 class Info:
-    """What `inspect` tells of a weights file. Counts are of single numbers in the file."""
+    """What `inspect` tells of a checkpoint. Counts are of single numbers in it."""
 
     path: Path
     format: str
+    layout: str
     type: str
     n_layer: int
     n_embd: int
@@ -62,36 +77,48 @@ class Info:
     num_parameters: int
     parameters_by_group: Mapping[str, int]
     file_bytes: int
+    remarks: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
         """The same as plain values that JSON can hold."""
         return {**asdict(self), "path": str(self.path), "parameters_by_group": dict(self.parameters_by_group)}
 
     def __str__(self) -> str:
-        ranks = ", ".join(f"{name} {rank}" for name, rank in asdict(self.ranks).items())
+        ranks = ", ".join(f"{name} {rank}" for name, rank in asdict(self.ranks).items() if rank)
         groups = ", ".join(f"{name} {count:,}" for name, count in self.parameters_by_group.items() if count)
         rows = {
             "file": f"{self.path} ({self.format}, {self.file_bytes:,} bytes)",
+            "layout": self.layout,
             "type": self.type,
             "n_layer": str(self.n_layer),
             "n_embd": str(self.n_embd),
             "head_size": str(self.head_size),
             "vocab_size": f"{self.vocab_size:,}",
-            "ranks": ranks,
+            "ranks": ranks or "none",
             "dtype": self.dtype,
             "parameters": f"{self.num_parameters:,} ({groups})",
         }
-        return "\n".join(f"{name:<11} {value}" for name, value in rows.items())
+        lines = [f"{name:<11} {value}" for name, value in rows.items()]
+        return "\n".join(lines + [f"{'remark':<11} {remark}" for remark in self.remarks])
 
 
 def detect(tensors: Mapping[str, TensorInfo], *, where: Path) -> Detected:
-    """The shape that these tensors have, or a CheckpointError that begins with `where`."""
+    """What these tensors are, or a CheckpointError that begins with `where`."""
     generation = _generation_of(tensors)
     if generation not in TYPES:
-        known = f"an {_GENERATIONS[generation]} file" if generation else _describe_strange(tensors)
-        raise CheckpointError(f"{where}: this is {known}; this version trains {', '.join(TYPES)} only")
+        kinds = ", ".join(TYPES)
+        if generation:
+            name, lacking = _REFUSED[generation]
+            raise CheckpointError(
+                f"{where}: this is an {name} file; this version trains {kinds} only and does not have {lacking}"
+            )
+        raise CheckpointError(f"{where}: this is {_describe_strange(tensors)}; this version trains {kinds} only")
     num_layers = _num_layers(tensors, where=where)
-    shape = _shape_x070(tensors, num_layers=num_layers, where=where)
+    read_shape = {"x052": _shape_x052, "x060": _shape_x060, "x070": _shape_x070}[generation]
+    try:
+        shape = read_shape(_Sizes(tensors, where), num_layers)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: its tensors do not fit together: {error}") from error
     _account_for_all(tensors, shape, where=where)
     elements = dict.fromkeys(DTYPES, 0)
     for info in tensors.values():
@@ -101,34 +128,52 @@ def detect(tensors: Mapping[str, TensorInfo], *, where: Path) -> Detected:
         dtype=max(elements, key=lambda dtype: elements[dtype]),
         num_parameters=sum(elements.values()),
         has_block0_value_residual="blocks.0.att.v1" in tensors,
+        has_initial_state="blocks.0.att.time_state" in tensors,
     )
 
 
+def detect_model(tensors: Mapping[str, TensorInfo], *, where: Path) -> Detected:
+    """As detect, for tensors that a model is made from: CheckpointError where a model would not use all of them."""
+    found = detect(tensors, where=where)
+    if found.has_initial_state:
+        raise CheckpointError(
+            f"{where}: holds an initial state from state tuning (att.time_state) beside its weights, without which it "
+            "gives other text, and which this version does not use; name the file that the state was tuned for"
+        )
+    return found
+
+
 def describe(header: Header) -> Info:
-    """The facts of a weights file for a person, from its header."""
+    """The facts of a checkpoint for a person, from its header."""
     found = detect(header.tensors, where=header.path)
     shape = found.shape
     counts = dict.fromkeys(GROUPS, 0)
     for name, parameter in parameter_shapes(shape).items():
         counts[parameter.group] += parameter.num_elements if name in header.tensors else 0
+    remarks = header.remarks
+    if found.has_initial_state:
+        counts[INITIAL_STATE] = found.num_parameters - sum(counts.values())
+        remarks += ("holds an initial state from state tuning (att.time_state), which this version does not use",)
     return Info(
         path=header.path,
         format=header.format,
+        layout=header.layout,
         type=shape.type,
         n_layer=shape.n_layer,
         n_embd=shape.n_embd,
         head_size=shape.head_size,
         vocab_size=shape.vocab_size,
-        ranks=Ranks(shape.rank_decay, shape.rank_iclr, shape.rank_value, shape.rank_gate),
+        ranks=shape.ranks,
         dtype=found.dtype,
         num_parameters=found.num_parameters,
         parameters_by_group=counts,
         file_bytes=header.file_bytes,
+        remarks=remarks,
     )
 
 
 def _generation_of(tensors: Mapping[str, TensorInfo]) -> str:
-    """A key of _GENERATIONS, or "" for what is no RWKV file in the published layout."""
+    """One of TYPES, a key of _REFUSED, or "" for what is no RWKV file in a layout that is read."""
     parts = {_BLOCK.sub("", name): info for name, info in tensors.items() if _BLOCK.match(name)}
 
     def has(*starts: str) -> bool:
@@ -156,10 +201,10 @@ def _describe_strange(tensors: Mapping[str, TensorInfo]) -> str:
     names = list(tensors)
     if all(name.endswith(".att.time_state") for name in names):
         return "an initial state from state tuning, not a model's weights"
-    if any("lora_" in name or ".lora." in name for name in names):
+    if any("lora_" in name for name in names):
         return f"an adapter (LoRA), not a model's weights (it holds {_listed(names)})"
-    if any(name.startswith(("model.", "transformer.")) or name == "lm_head.weight" for name in names):
-        return f"a model in the layout of another library, not in the published one (it holds {_listed(names)})"
+    if any(name.startswith(("model.", "transformer.", "layers.")) or name == "lm_head.weight" for name in names):
+        return f"a model in the layout of another library that is not RWKV-7's (it holds {_listed(names)})"
     return f"no RWKV file (it holds {_listed(names)})"
 
 
@@ -175,47 +220,85 @@ def _num_layers(tensors: Mapping[str, TensorInfo], *, where: Path) -> int:
     return num_layers
 
 
-def _shape_x070(tensors: Mapping[str, TensorInfo], *, num_layers: int, where: Path) -> ModelShape:
-    def sizes(name: str) -> tuple[int, int]:
-        info = tensors.get(name)
-        if info is None:
-            raise CheckpointError(f"{where}: {name} is missing; a part of the model is not in this file")
-        if len(info.shape) != 2:
-            raise CheckpointError(f"{where}: {name} has the shape {list(info.shape)}; expected two dimensions")
-        return info.shape[0], info.shape[1]
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of single tensors, or words where one is missing or has another number of dimensions."""
 
+    tensors: Mapping[str, TensorInfo]
+    where: Path
+
+    def __call__(self, name: str, num_dimensions: int = 2) -> tuple[int, ...]:
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.where}: {name} is missing; a part of the model is not in this file")
+        if len(info.shape) != num_dimensions:
+            words = {2: "two", 3: "three"}[num_dimensions]
+            raise CheckpointError(f"{self.where}: {name} has the shape {list(info.shape)}; expected {words} dimensions")
+        return info.shape
+
+
+def _shape(type: str, sizes: _Sizes, num_layers: int, *, head_size: int, ranks: Ranks) -> ModelShape:
     vocab_size, n_embd = sizes("emb.weight")
+    return ModelShape(
+        type=type,
+        n_layer=num_layers,
+        n_embd=n_embd,
+        head_size=head_size,
+        vocab_size=vocab_size,
+        rank_decay=ranks.decay,
+        rank_iclr=ranks.iclr,
+        rank_value=ranks.value,
+        rank_gate=ranks.gate,
+        rank_mix=ranks.mix,
+        dim_ffn=sizes("blocks.0.ffn.key.weight")[0],
+    )
+
+
+def _shape_x052(sizes: _Sizes, num_layers: int) -> ModelShape:
+    head_size = sizes("blocks.0.att.time_faaaa")[1]
+    return _shape("x052", sizes, num_layers, head_size=head_size, ranks=Ranks(0, 0, 0, 0))
+
+
+def _shape_x060(sizes: _Sizes, num_layers: int) -> ModelShape:
+    ranks = Ranks(
+        decay=sizes("blocks.0.att.time_decay_w1")[1],
+        iclr=0,
+        value=0,
+        gate=0,
+        mix=sizes("blocks.0.att.time_maa_w2", 3)[1],
+    )
+    return _shape("x060", sizes, num_layers, head_size=sizes("blocks.0.att.time_faaaa")[1], ranks=ranks)
+
+
+def _shape_x070(sizes: _Sizes, num_layers: int) -> ModelShape:
     # Block 0 does not use its value residual and may lack it: a model of one block has no such rank, any will do.
     value_from = "blocks.1.att.v1" if num_layers > 1 else "blocks.0.att.v1"
-    has_value_rank = num_layers > 1 or value_from in tensors
-    rank_value = sizes(value_from)[1] if has_value_rank else low_ranks(n_embd).value
-    try:
-        return ModelShape(
-            type="x070",
-            n_layer=num_layers,
-            n_embd=n_embd,
-            head_size=sizes("blocks.0.att.r_k")[1],
-            vocab_size=vocab_size,
-            rank_decay=sizes("blocks.0.att.w1")[1],
-            rank_iclr=sizes("blocks.0.att.a1")[1],
-            rank_value=rank_value,
-            rank_gate=sizes("blocks.0.att.g1")[1],
-            dim_ffn=sizes("blocks.0.ffn.key.weight")[0],
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{where}: its tensors do not fit together: {error}") from error
+    has_value_rank = num_layers > 1 or value_from in sizes.tensors
+    ranks = Ranks(
+        decay=sizes("blocks.0.att.w1")[1],
+        iclr=sizes("blocks.0.att.a1")[1],
+        value=sizes(value_from)[1] if has_value_rank else low_ranks(sizes("emb.weight")[1]).value,
+        gate=sizes("blocks.0.att.g1")[1],
+    )
+    return _shape("x070", sizes, num_layers, head_size=sizes("blocks.0.att.r_k")[1], ranks=ranks)
 
 
 def _account_for_all(tensors: Mapping[str, TensorInfo], shape: ModelShape, *, where: Path) -> None:
-    expected = parameter_shapes(shape)
-    untrained = [name for name, parameter in expected.items() if parameter.group == UNTRAINED]
+    expected = {name: parameter.shape for name, parameter in parameter_shapes(shape).items()}
+    states = {
+        f"blocks.{layer}.att.time_state": (shape.num_heads, shape.head_size, shape.head_size)
+        for layer in range(shape.n_layer)
+    }
+    if states.keys() <= tensors.keys():
+        expected |= states
+    untrained = [name for name, group in parameter_groups(shape).items() if group == UNTRAINED]
     optional = untrained if not any(name in tensors for name in untrained) else []
     missing = [name for name in expected if name not in tensors and name not in optional]
     unexpected = [name for name in tensors if name not in expected]
     misshapen = [
-        f"{name} {list(tensors[name].shape)} instead of {list(parameter.shape)}"
-        for name, parameter in expected.items()
-        if name in tensors and tensors[name].shape != parameter.shape
+        f"{name} {list(tensors[name].shape)} instead of {list(sizes)}"
+        for name, sizes in expected.items()
+        if name in tensors and tensors[name].shape != sizes
     ]
     strange = [f"{name} {info.dtype}" for name, info in tensors.items() if info.dtype not in DTYPES]
     problems = [

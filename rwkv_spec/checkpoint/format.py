@@ -65,12 +65,17 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """Names, shapes and dtypes of a weights file, read without its data; `format` is pth or safetensors."""
+    """Names, shapes and dtypes of a weights file, read without its data; `format` is pth or safetensors.
+
+    `layout` tells whose names the file has, `remarks` what of it is not among `tensors`.
+    """
 
     path: Path
     format: str
     file_bytes: int
     tensors: Mapping[str, TensorInfo]
+    layout: str = "published"
+    remarks: tuple[str, ...] = ()
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -100,13 +105,13 @@ def tensor_infos(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tuple(tensor.shape), _dtype_name(tensor.dtype)) for name, tensor in weights.items()}
 
 
-def write_weights(path: Path, weights: Mapping[str, torch.Tensor], *, format: str, dtype: str) -> None:
-    """Write every tensor as `dtype` under the name and shape given. The same weights always give the same bytes."""
+def write_weights(path: Path, weights: Mapping[str, torch.Tensor], *, format: str, dtype: str | None) -> None:
+    """Write every tensor as `dtype` (None: as it is) under its name and shape. The same weights give the same bytes."""
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}, not {format!r}")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
-    own = {name: _for_file(path, name, tensor, dtype) for name, tensor in weights.items()}
+    own = {name: cast(tensor, dtype, where=f"{path}: {name}") for name, tensor in weights.items()}
     temporary = temporary_sibling(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,12 +140,15 @@ def _save_safetensors(temporary: Path, weights: dict[str, torch.Tensor]) -> None
         os.fsync(file.fileno())
 
 
-def _for_file(path: Path, name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """A copy in the file's dtype with a storage of its own: torch.save would write the whole storage of a view."""
-    copy = torch.empty(tensor.shape, dtype=DTYPES[dtype])
+def cast(tensor: torch.Tensor, dtype: str | None, *, where: str) -> torch.Tensor:
+    """A copy on the CPU in the dtype (None: its own), with its own storage: torch.save would write all of a view's.
+
+    CheckpointError, beginning with `where`, for a value that the dtype cannot hold.
+    """
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype if dtype is None else DTYPES[dtype])
     copy.copy_(tensor.detach())
-    if dtype == "fp16" and not torch.isfinite(copy).all() and torch.isfinite(tensor).all():
-        raise CheckpointError(f"{path}: {name} has values beyond the range of fp16; save as bf16 or fp32")
+    if copy.dtype != tensor.dtype and bool((torch.isinf(copy) & torch.isfinite(tensor).to(copy.device)).any()):
+        raise CheckpointError(f"{where} has values beyond the range of {dtype}; save as bf16 or fp32")
     return copy
 
 

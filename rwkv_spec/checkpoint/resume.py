@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from rwkv_spec.errors import CheckpointError
+from rwkv_spec.spec.schema import at, default_of
 from rwkv_spec.spec.types import Spec
 
 # Free to change: they decide what is reported and kept, or how the same numbers are computed.
@@ -78,6 +79,9 @@ def changes(recorded: Settings, current: Settings) -> list[str]:
     found = []
     for key in sorted(recorded.values.keys() | current.values.keys()):
         old, new = recorded.values.get(key), current.values.get(key)
+        if key not in recorded.values and new == default_of(at(tuple(key.split("."))) or {}):
+            # The version that wrote the state did not have this key: what it did is now the default.
+            continue
         is_free = any(key == skip or key.startswith(f"{skip}.") for skip in skipped)
         if old != new and not is_free and recorded.resolved(key) != current.resolved(key):
             found.append(f"{key}: {_shown(recorded.resolved(key))} → {_shown(current.resolved(key))}")

@@ -15,7 +15,7 @@ from rwkv_spec.errors import DataError
 from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer
 
 MAX_BYTES = 64 << 20
-# Text is encoded at a few megabytes a second: reading more would make a plan slow without making it better.
+# A user's own tokenizer may take seconds for a megabyte: more text would make a plan slow without making it better.
 _MAX_TEXT_BYTES = 8 << 20
 
 

@@ -22,7 +22,8 @@ from rwkv_spec.tokenizer.protocol import Tokenizer
 
 # The child takes over the parent's import path; `-m` would put the current folder in front of it.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rwkv_spec.data.worker import main; main()"
-_SMALL_BYTES = 8 << 20
+# Child processes take a second to start; in that time this one has encoded some fifty megabytes of text.
+_SMALL_BYTES = 32 << 20
 _JOB_BYTES = 16 << 20
 Event = tuple[int, dict[str, object]]
 

@@ -1,11 +1,12 @@
 """From logits to the next token of each sequence, with log-probabilities.
 
-Every sequence draws from a generator of its own, one number a token, so that its tokens depend on its seed and its
-logits alone, never on what else is in the batch, nor on the device.
+Every token is drawn by a number of its own, which depends on the sequence's seed and the token's place in it alone:
+never on what else is in the batch, on the device, or on where the sequence was cut into a prompt, a state and the rest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,52 +14,122 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rwkv_spec.generation.penalty import History
+
 _MAX_SEED = (1 << 63) - 1
+# Far beyond the range of any model's logits, and far from overflowing.
+_LARGEST_PENALTY = 1000.0
+
+
+class NonFiniteLogits(ValueError):
+    """The model's logits hold NaN or infinity: the fault lies in its weights, not in a caller's arguments."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen: temperature, then the top_k largest, then the smallest set of probability top_p.
+    """How a token is chosen: penalties, then temperature, then the top_k largest, then the smallest set of
+    probability top_p. temperature 0 takes the largest logit after penalties (the first one, if several are equal);
+    top_k 0 and top_p 1 leave all in.
 
-    temperature 0 takes the largest logit (the first one, if several are equal). top_k 0 and top_p 1 leave all in.
+    repetition_penalty: the logit of every token that the sequence holds, prompt included, is divided by it if
+    positive, else multiplied by it; once, however often the token stands there. 1 is none, above 1 discourages.
+    presence_penalty and frequency_penalty: then presence_penalty + count * frequency_penalty is subtracted from the
+    logit of every token generated before. 0 is none, below 0 encourages. count starts at 0; after each generated
+    token all counts are multiplied by penalty_decay (1: nothing fades), then the new token's grows by 1. A count that
+    fades leaves the presence penalty as it is.
+    Token 0, the end of a document, is never penalised.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_decay: float = 1.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        # Written so that NaN, which compares as false, is refused too.
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature!r}")
         if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 for no limit, got {self.top_k!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -_LARGEST_PENALTY <= value <= _LARGEST_PENALTY:
+                raise ValueError(f"{name} must be from -{_LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g}, got {value!r}")
+        if not 0.0 <= self.penalty_decay <= 1.0:
+            raise ValueError(f"penalty_decay must be from 0 to 1, got {self.penalty_decay!r}")
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be from {1 / _LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g} (1 is none), "
+                f"got {self.repetition_penalty!r}"
+            )
+
+    def history(self, ids: Sequence[int], generated: Sequence[bool]) -> History | None:
+        """What the penalties count of a sequence so far; None where all of them are off."""
+        if self.presence_penalty == 0.0 and self.frequency_penalty == 0.0 and self.repetition_penalty == 1.0:
+            return None
+        history = History(
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+            decay=self.penalty_decay,
+            repetition=self.repetition_penalty,
+        )
+        for token, is_generated in zip(ids, generated, strict=True):
+            history.add(token, generated=is_generated)
+        return history
 
 
-def sequence_generators(seed: int, *, count: int) -> list[torch.Generator]:
-    """One generator for each sequence: sequence i has seed + i, so that it can be repeated alone."""
+def check_seed(seed: int, *, count: int) -> None:
+    """ValueError unless seed, seed + 1, ... give `count` sequences a seed each."""
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= _MAX_SEED - count:
         raise ValueError(f"seed must be a whole number from 0 to {_MAX_SEED - count}, got {seed!r}")
-    return [torch.Generator().manual_seed(seed + index) for index in range(count)]
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that draws the token with `position` tokens before it in a sequence of this seed."""
+    digest = hashlib.blake2b(b"%d %d" % (seed, position), digest_size=8).digest()
+    # The upper 53 bits: as many as a double holds, so that the result cannot round to 1.
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def sample(
-    logits_BV: Tensor, *, sampling: Sampling, generators: Sequence[torch.Generator]
+    logits_BV: Tensor,
+    *,
+    sampling: Sampling,
+    numbers: Sequence[float],
+    histories: Sequence[History | None] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """(token, log-probability) of each row. Log-probabilities are the model's own: no temperature, nothing left out."""
-    if logits_BV.shape[0] != len(generators):
-        raise ValueError(f"{logits_BV.shape[0]} rows of logits need as many generators, got {len(generators)}")
+    """(token, log-probability) of each row; row i is drawn by numbers[i], in [0, 1), and penalised by its history.
+
+    Log-probabilities are the model's own: no penalties, no temperature, nothing left out.
+    """
+    if logits_BV.shape[0] != len(numbers):
+        raise ValueError(f"{logits_BV.shape[0]} rows of logits need as many numbers, got {len(numbers)}")
     # float64 on the CPU: a sum of 65536 probabilities keeps its digits, and every device draws the same tokens.
     logits_BV = logits_BV.detach().to(device="cpu", dtype=torch.float64)
     if not bool(torch.isfinite(logits_BV).all()):
-        raise ValueError("the model gives logits that are not finite numbers, so that no token can be chosen")
-    tokens_B = logits_BV.argmax(dim=-1) if sampling.temperature == 0 else _draw(logits_BV, sampling, generators)
+        raise NonFiniteLogits("the model gives logits that are not finite numbers, so that no token can be chosen")
+    penalised_BV = _penalised(logits_BV, histories)
+    tokens_B = penalised_BV.argmax(dim=-1) if sampling.temperature == 0 else _draw(penalised_BV, sampling, numbers)
     logprobs_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1) - logits_BV.logsumexp(dim=-1)
     return tokens_B.tolist(), logprobs_B.tolist()
 
 
-def _draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def _penalised(logits_BV: Tensor, histories: Sequence[History | None] | None) -> Tensor:
+    if histories is None or not any(histories):
+        return logits_BV
+    penalised_BV = logits_BV.clone()
+    for logits_V, history in zip(penalised_BV.numpy(), histories, strict=True):
+        if history is not None:
+            history.penalise(logits_V)
+    return penalised_BV
+
+
+def _draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[float]) -> Tensor:
     # Stable order: equal logits keep the order of their ids, and the largest comes first.
     sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
@@ -67,9 +138,9 @@ def _draw(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Gene
     probabilities_BV = ((sorted_BV - sorted_BV[:, :1]) / sampling.temperature).softmax(dim=-1)
     cumulative_BV = probabilities_BV.cumsum(dim=-1)
     # A token stays if those before it do not yet reach top_p, so that the largest always stays.
-    num_kept_B = (cumulative_BV - probabilities_BV < sampling.top_p).sum(dim=-1, keepdim=True)
-    mass_B1 = cumulative_BV.gather(1, num_kept_B - 1)
-    drawn_B1 = torch.stack([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
+    num_kept_B1 = (cumulative_BV - probabilities_BV < sampling.top_p).sum(dim=-1, keepdim=True)
+    mass_B1 = cumulative_BV.gather(1, num_kept_B1 - 1)
+    drawn_B1 = torch.tensor(numbers, dtype=torch.float64)[:, None]
     place_B1 = torch.searchsorted(cumulative_BV, drawn_B1 * mass_B1, right=True)
     # Rounding could place the draw behind the last token that stays.
-    return order_BV.gather(1, torch.minimum(place_B1, num_kept_B - 1)).squeeze(1)
+    return order_BV.gather(1, torch.minimum(place_B1, num_kept_B1 - 1)).squeeze(1)

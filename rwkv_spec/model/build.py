@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from rwkv_spec.errors import CheckpointError
+from rwkv_spec.model import rwkv5, rwkv6, rwkv7
+from rwkv_spec.model.initial import orthogonal, shared_start
 from rwkv_spec.model.language_model import LanguageModel
-from rwkv_spec.model.rwkv7 import initial_block_value, orthogonal
 from rwkv_spec.model.shapes import UNTRAINED, ModelShape, parameter_shapes
 
 _NUM_SHOWN = 6
+_OWN_STARTS = {"x052": rwkv5.initial_start, "x060": rwkv6.initial_start, "x070": rwkv7.initial_start}
 
 
 def build_model(
@@ -45,7 +47,10 @@ def initial_value(name: str, sizes: tuple[int, ...], *, shape: ModelShape, seed:
     generator = torch.Generator().manual_seed(_seed_of(name, seed=seed))
     if name.startswith("blocks."):
         _, layer, rest = name.split(".", 2)
-        return initial_block_value(rest, sizes, shape=shape, layer=int(layer), generator=generator)
+        shared = shared_start(rest, sizes, shape=shape, layer=int(layer), generator=generator)
+        if shared is not None:
+            return shared
+        return _OWN_STARTS[shape.type](rest, sizes, shape=shape, layer=int(layer), generator=generator)
     if name == "emb.weight":
         return torch.empty(sizes).uniform_(-1e-4, 1e-4, generator=generator)
     if name == "head.weight":
@@ -55,7 +60,7 @@ def initial_value(name: str, sizes: tuple[int, ...], *, shape: ModelShape, seed:
 
 
 def weights(model: LanguageModel) -> dict[str, Tensor]:
-    """Published name -> the model's own tensor, not a copy; block 0's v0, v1, v2 included."""
+    """Published name -> the model's own tensor, not a copy; buffers, as block 0's v0, v1, v2 of x070, included."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensors[name].detach() for name in parameter_shapes(model.shape)}
 
@@ -63,8 +68,8 @@ def weights(model: LanguageModel) -> dict[str, Tensor]:
 def load_state(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy given weights in, in the model's dtype. Strict: a CheckpointError lists all names and shapes that misfit.
 
-    Only block 0's v0, v1, v2, which nothing uses, may be absent; they keep the values they have. Nothing is changed
-    unless everything fits.
+    Only block 0's v0, v1, v2 of x070, which nothing uses, may be absent; they keep the values they have. Nothing is
+    changed unless everything fits.
     """
     expected = parameter_shapes(model.shape)
     optional = {name for name, parameter in expected.items() if parameter.group == UNTRAINED}

@@ -1,4 +1,4 @@
-"""The elementwise parts of RWKV-7 with backward passes written by hand: fewer passes over memory than autograd makes.
+"""The elementwise parts of the models, with backward passes written by hand: fewer passes over memory than autograd.
 
 Each function is plain torch, takes any floating dtype and any device, and keeps the dtype promises of its docstring.
 Products and sums are made in the wider dtype of the inputs; a test holds every gradient equal to autograd's.
@@ -44,14 +44,7 @@ class _MixWithPrevious(torch.autograd.Function):
         dtype: torch.dtype,
         *weights_11C: Tensor,
     ) -> tuple[Tensor, ...]:
-        delta_BTC = torch.empty_like(x_BTC)
-        torch.sub(x_BTC[:, :-1], x_BTC[:, 1:], out=delta_BTC[:, 1:])
-        if first_BC is None:
-            torch.neg(x_BTC[:, 0], out=delta_BTC[:, 0])
-        else:
-            torch.sub(first_BC.to(x_BTC.dtype), x_BTC[:, 0], out=delta_BTC[:, 0])
-        if starts_BT is not None:
-            delta_BTC[starts_BT] = -x_BTC[starts_BT]
+        delta_BTC = _difference(x_BTC, first_BC, starts_BT)
         ctx.save_for_backward(delta_BTC, starts_BT, *weights_11C)
         ctx.first_dtype = None if first_BC is None else first_BC.dtype
         return tuple(torch.addcmul(x_BTC, delta_BTC, weight_11C).to(dtype) for weight_11C in weights_11C)
@@ -72,11 +65,53 @@ class _MixWithPrevious(torch.autograd.Function):
             torch.mul(wide_BTC, delta_BTC, out=product_BTC)
             weight_grads_11C.append(product_BTC.sum(dim=(0, 1), keepdim=True))
         x_grad_BTC = total_BTC - moved_BTC
-        if starts_BT is not None:
-            moved_BTC[starts_BT] = 0.0
-        x_grad_BTC[:, :-1] += moved_BTC[:, 1:]
-        first_grad_BC = None if ctx.first_dtype is None else moved_BTC[:, 0].to(ctx.first_dtype)
+        first_grad_BC = _move_to_previous(moved_BTC, x_grad_BTC, starts_BT, ctx.first_dtype)
         return x_grad_BTC, first_grad_BC, None, None, *weight_grads_11C
+
+
+def difference_to_previous(x_BTC: Tensor, *, first_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
+    """Previous token - x, with `first_BC` and `starts_BT` as in mix_with_previous."""
+    delta_BTC: Tensor = _DifferenceToPrevious.apply(x_BTC, first_BC, starts_BT)  # type: ignore[no-untyped-call]
+    return delta_BTC
+
+
+class _DifferenceToPrevious(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, first_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
+        ctx.save_for_backward(starts_BT)
+        ctx.first_dtype = None if first_BC is None else first_BC.dtype
+        return _difference(x_BTC, first_BC, starts_BT)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BTC: Tensor) -> tuple[Tensor | None, ...]:
+        (starts_BT,) = ctx.saved_tensors
+        x_grad_BTC = -grads_BTC[0]
+        # The gradient that autograd hands in is not ours to change.
+        moved_BTC = grads_BTC[0] if starts_BT is None else grads_BTC[0].clone()
+        first_grad_BC = _move_to_previous(moved_BTC, x_grad_BTC, starts_BT, ctx.first_dtype)
+        return x_grad_BTC, first_grad_BC, None
+
+
+def _difference(x_BTC: Tensor, first_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
+    delta_BTC = torch.empty_like(x_BTC)
+    torch.sub(x_BTC[:, :-1], x_BTC[:, 1:], out=delta_BTC[:, 1:])
+    if first_BC is None:
+        torch.neg(x_BTC[:, 0], out=delta_BTC[:, 0])
+    else:
+        torch.sub(first_BC.to(x_BTC.dtype), x_BTC[:, 0], out=delta_BTC[:, 0])
+    if starts_BT is not None:
+        delta_BTC[starts_BT] = -x_BTC[starts_BT]
+    return delta_BTC
+
+
+def _move_to_previous(
+    moved_BTC: Tensor, x_grad_BTC: Tensor, starts_BT: Tensor | None, first_dtype: torch.dtype | None
+) -> Tensor | None:
+    """Adds each token's part for the token before it to `x_grad`; the part of what stood before the first one."""
+    if starts_BT is not None:
+        moved_BTC[starts_BT] = 0.0
+    x_grad_BTC[:, :-1] += moved_BTC[:, 1:]
+    return None if first_dtype is None else moved_BTC[:, 0].to(first_dtype)
 
 
 def key_and_removal(

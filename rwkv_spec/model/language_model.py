@@ -12,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rwkv_spec.model.rwkv7 import Block, LayerState
+from rwkv_spec.errors import KernelError
+from rwkv_spec.model.block import Block, ChannelMix, LayerState, TimeMix
+from rwkv_spec.model.rwkv5 import ChannelMix5, TimeMix5
+from rwkv_spec.model.rwkv6 import ChannelMix6, TimeMix6
+from rwkv_spec.model.rwkv7 import ChannelMix7, TimeMix7
 from rwkv_spec.model.shapes import ModelShape
+from rwkv_spec.model.single import SingleSequence
+from rwkv_spec.ops.step import can_step
+
+# Far above what another order of sums makes in float32.
+_MOST_SINGLE_ERROR = 1e-3
 
 
 # Not compared by value: tensors have no single answer to ==.
@@ -21,8 +30,8 @@ from rwkv_spec.model.shapes import ModelShape
 class State:
     """All that a model carries from one token to the next, for B sequences.
 
-    att_shift and ffn_shift [L, B, C]: the last normed inputs of each block's halves. wkv [L, B, H, value, key]:
-    float32, or float64 for a float64 model.
+    att_shift and ffn_shift [L, B, C]: the last normed inputs of each block's halves. wkv: [L, B, H, key, value] for
+    x052 and x060, [L, B, H, value, key] for x070, as published; float32, or float64 for a float64 model.
     """
 
     att_shift: Tensor
@@ -33,12 +42,29 @@ class State:
     def batch_size(self) -> int:
         return self.att_shift.shape[1]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.att_shift, self.wkv, self.ffn_shift
+
+    def empty_like(self) -> State:
+        """A State of the same sizes whose numbers are yet to be filled in."""
+        return State(*(torch.empty_like(tensor) for tensor in self.tensors))
+
+    def fits_single(self, shape: ModelShape) -> bool:
+        """Whether it is that of one sequence of such a model, laid out as compiled code takes it."""
+        L, H, N = shape.n_layer, shape.num_heads, shape.head_size
+        sizes = ((L, 1, shape.n_embd), (L, 1, H, N, N), (L, 1, shape.n_embd))
+        return all(
+            tensor.shape == size and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            for tensor, size in zip(self.tensors, sizes, strict=True)
+        )
+
     def layer(self, index: int) -> LayerState:
         return LayerState(self.att_shift[index], self.wkv[index], self.ffn_shift[index])
 
     def select(self, rows: Tensor) -> State:
         """The states of the sequences `rows` (int64), in that order."""
-        return State(*(tensor.index_select(1, rows) for tensor in (self.att_shift, self.wkv, self.ffn_shift)))
+        return State(*(tensor.index_select(1, rows) for tensor in self.tensors))
 
     def replaced(self, rows: Tensor, other: State) -> State:
         """A copy in which the sequences `rows` have the states of `other`, in that order."""
@@ -64,14 +90,16 @@ class State:
 
 
 class LanguageModel(nn.Module):
-    """An RWKV-7 language model under the published parameter names."""
+    """An RWKV language model of the generation `shape.type`, under the published parameter names."""
 
     def __init__(self, shape: ModelShape, *, dropout: float, backend: str) -> None:
         super().__init__()
         self.shape = shape
+        self.backend = backend
+        self._single: SingleSequence | None = None
         self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
         self.blocks = nn.ModuleList(
-            Block(shape, layer=layer, dropout=dropout, backend=backend) for layer in range(shape.n_layer)
+            _block(shape, layer=layer, dropout=dropout, backend=backend) for layer in range(shape.n_layer)
         )
         self.ln_out = nn.LayerNorm(shape.n_embd)
         self.head = nn.Linear(shape.n_embd, shape.vocab_size, bias=False)
@@ -99,16 +127,44 @@ class LanguageModel(nn.Module):
         x_BTC, layers = self._run(ids_BT, state, starts_BT=None, dropout_seed_B=None)
         return self.head(self.ln_out(x_BTC[:, -1])), State.stacked(layers)
 
-    def step(self, ids_B: Tensor, state: State) -> tuple[Tensor, State]:
-        """One token for each sequence: logits [B, V] and the new State; the given State is left as it is."""
+    def step(self, ids_B: Tensor, state: State, *, out: State | None = None) -> tuple[Tensor, State]:
+        """One token for each sequence: logits [B, V] and the new State.
+
+        The given State is left as it is, unless it is `out`, which takes the new one: then nothing is allocated.
+        """
+        new_state = state.empty_like() if out is None else out
+        compiled = can_step(self.emb.weight, head_size=self.shape.head_size, backend=self.backend)
+        if compiled and len(ids_B) == 1 and state.fits_single(self.shape) and new_state.fits_single(self.shape):
+            single = self._single_sequence(ids_B, state)
+            return single(int(ids_B), state.tensors, new_state.tensors), new_state
+        return self._step(ids_B, state, new_state, compiled=compiled), new_state
+
+    def _step(self, ids_B: Tensor, state: State, new_state: State, *, compiled: bool) -> Tensor:
         x_BC = F.embedding(ids_B, self.emb.weight)
         v_first_BC: Tensor | None = None
-        layers = []
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            x_BC, v_first_BC, layer_state = block.step(x_BC, v_first_BC, state.layer(index))
-            layers.append(layer_state)
-        return self.head(self.ln_out(x_BC)), State.stacked(layers)
+            x_BC, v_first_BC = block.step(
+                x_BC, v_first_BC, state.layer(index), new_state=new_state.layer(index), compiled=compiled
+            )
+        logits_BV: Tensor = self.head(self.ln_out(x_BC))
+        return logits_BV
+
+    def _single_sequence(self, ids_1: Tensor, state: State) -> SingleSequence:
+        """The compiled form of one token, made anew where a weight was exchanged; its first token is compared."""
+        if self._single is None or not self._single.is_current():
+            single, new_state, plain_state = SingleSequence(self, self.shape), state.empty_like(), state.empty_like()
+            logits = single(int(ids_1), state.tensors, new_state.tensors)
+            expected = self._step(ids_1, state, plain_state, compiled=False)
+            error = float(torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected))
+            # Written so that what is not a number is no agreement, except where the model itself gives none.
+            if not error < _MOST_SINGLE_ERROR and bool(torch.isfinite(expected).all()) and bool(expected.any()):
+                raise KernelError(
+                    f"token: the compiler made a call that computes wrong numbers (error {error:.1e}); try another "
+                    "compiler by CXX=..., or choose kernels: torch"
+                )
+            self._single = single
+        return self._single
 
     def initial_state(self, batch_size: int) -> State:
         """The State before the first token: zeros."""
@@ -138,3 +194,18 @@ class LanguageModel(nn.Module):
             )
             layers.append(layer_state)
         return x_BTC, layers
+
+
+def _block(shape: ModelShape, *, layer: int, dropout: float, backend: str) -> Block:
+    att: TimeMix
+    ffn: ChannelMix
+    match shape.type:
+        case "x052":
+            att, ffn = TimeMix5(shape, backend=backend), ChannelMix5(shape)
+        case "x060":
+            att, ffn = TimeMix6(shape, backend=backend), ChannelMix6(shape)
+        case "x070":
+            att, ffn = TimeMix7(shape, layer=layer, backend=backend), ChannelMix7(shape)
+        case _:
+            raise AssertionError(f"no modules are known for {shape.type}")
+    return Block(shape.n_embd, att=att, ffn=ffn, layer=layer, dropout=dropout, backend=backend)

@@ -1,35 +1,25 @@
-"""RWKV-7 (x070): time-mix, channel-mix, block and their published initialisation.
+"""RWKV-7 (x070): time-mix, channel-mix and their published initialisation.
 
-Each block has a parallel form over [B, T, C] and a step form over [B, C]; both take and give the same LayerState, and
-a test holds them equal. Weights bear the published names; the low-rank pairs are used as x @ first @ second.
+Weights bear the published names; the low-rank pairs are used as x @ first @ second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rwkv_spec.model.block import GROUP_NORM_EPS, norm_heads, product_dtype
 from rwkv_spec.model.elementwise import key_and_removal, mix_with_previous, squared_relu
+from rwkv_spec.model.initial import orthogonal, ramps
 from rwkv_spec.model.shapes import ModelShape
-from rwkv_spec.ops.dropout import dropout
+from rwkv_spec.ops.step import mix_once, step7
 from rwkv_spec.ops.wkv import wkv7
 
-# The published group norm: 1e-5 times the square of the head divisor 8, whatever the head size is.
-GROUP_NORM_EPS: Final = 64e-5
 # Log decay is -exp(-1/2) * sigmoid(w_raw), so that a state keeps at least 54.5 % of itself at each token.
 LOG_DECAY_SCALE: Final = -0.6065306597126334
-
-
-class LayerState(NamedTuple):
-    """What one block carries from token to token: its two last normed inputs and the wkv state [value, key]."""
-
-    att_shift_BC: Tensor
-    wkv_BHNN: Tensor
-    ffn_shift_BC: Tensor
 
 
 class TimeMix7(nn.Module):
@@ -90,7 +80,7 @@ class TimeMix7(nn.Module):
         """Returns (output, value of block 0, state after the last token). Block 0 takes v_first None and makes it."""
         B, T, C = x_BTC.shape
         mixed_BTC = mix_with_previous(
-            x_BTC, self._mix_weights(), first_BC=shift_BC, starts_BT=starts_BT, dtype=_product_dtype(x_BTC)
+            x_BTC, self._mix_weights(), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
         )
         mixed_RC = [mixed.view(-1, C) for mixed in mixed_BTC]
         v_first_RC = None if v_first_BTC is None else v_first_BTC.view(-1, C)
@@ -118,16 +108,32 @@ class TimeMix7(nn.Module):
         return out_RC.view(B, T, C), v_first_BTC, state_BHNN
 
     def step(
-        self, x_BC: Tensor, v_first_BC: Tensor | None, *, shift_BC: Tensor, state_BHNN: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        x_BC: Tensor,
+        v_first_BC: Tensor | None,
+        *,
+        shift_BC: Tensor,
+        state_BHNN: Tensor,
+        new_state_BHNN: Tensor,
+        compiled: bool,
+    ) -> tuple[Tensor, Tensor]:
         """One token, with a recurrence of its own: the read follows the update, as in the parallel form."""
-        delta_BC = shift_BC.to(x_BC.dtype) - x_BC
-        mixed_BC = [torch.addcmul(x_BC, delta_BC, weight_11C.view(-1)) for weight_11C in self._mix_weights()]
+        mixed_BC = mix_once(x_BC, shift_BC, self._mix_weights(), compiled=compiled)
+        if compiled:
+            out_BC, v_BC = step7(
+                (*self._products(mixed_BC, has_first=v_first_BC is not None), v_first_BC),
+                (self.w0, self.a0, self.v0, self.k_k, self.k_a, self.r_k, self.ln_x.weight, self.ln_x.bias),
+                eps=self.ln_x.eps,
+                state_BHNN=state_BHNN,
+                new_state_BHNN=new_state_BHNN,
+            )
+            return self.output(out_BC), v_BC if v_first_BC is None else v_first_BC
         r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, gate_BC = self._project(mixed_BC, v_first_BC)
         with torch.autocast(x_BC.device.type, enabled=False):
-            y_BC, state_BHNN = self._recur(r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, state_BHNN)
+            y_BC, after_BHNN = self._recur(r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, state_BHNN)
+        new_state_BHNN.copy_(after_BHNN)
         out_BC = self._finish(y_BC, r_BC, k_BC, v_BC, gate_BC)
-        return out_BC, v_BC if v_first_BC is None else v_first_BC, state_BHNN
+        return out_BC, v_BC if v_first_BC is None else v_first_BC
 
     def _recur(
         self, r_BC: Tensor, w_raw_BC: Tensor, k_BC: Tensor, v_BC: Tensor, a_BC: Tensor, b_BC: Tensor, state_BHNN: Tensor
@@ -148,28 +154,38 @@ class TimeMix7(nn.Module):
     def _project(self, mixed_RC: Sequence[Tensor], v_first_RC: Tensor | None) -> tuple[Tensor, ...]:
         """From the six mixed inputs to r, w_raw, k, v, a, b and the gate; both forms share it. R: rows of any kind."""
         width = mixed_RC[0].shape[-1]
-        mixed_r_RC, mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_a_RC, mixed_g_RC = mixed_RC
-        r_RC = self.receptance(mixed_r_RC)
-        k_RC = self.key(mixed_k_RC)
-        v_RC = self.value(mixed_v_RC)
-        w_raw_RC = self.w0.view(width) + torch.tanh(mixed_w_RC @ self.w1) @ self.w2
-        if v_first_RC is not None:
-            share_RC = torch.sigmoid(self.v0.view(width) + (mixed_v_RC @ self.v1) @ self.v2)
+        r_RC, w_low_RC, k_RC, v_RC, a_low_RC, gate_RC, share_low_RC = self._products(
+            mixed_RC, has_first=v_first_RC is not None
+        )
+        w_raw_RC = self.w0.view(width) + w_low_RC
+        if v_first_RC is not None and share_low_RC is not None:
+            share_RC = torch.sigmoid(self.v0.view(width) + share_low_RC)
             v_RC = torch.lerp(v_RC, v_first_RC, share_RC.to(v_RC.dtype))
-        rate_RC = torch.sigmoid(self.a0.view(width) + (mixed_a_RC @ self.a1) @ self.a2)
-        gate_RC = torch.sigmoid(mixed_g_RC @ self.g1) @ self.g2
+        rate_RC = torch.sigmoid(self.a0.view(width) + a_low_RC)
         k_RC, a_RC, b_RC = key_and_removal(
             k_RC, rate_RC, self.k_k.view(width), self.k_a.view(width), head_size=self.head_size
         )
         return r_RC, w_raw_RC, k_RC, v_RC, a_RC, b_RC, gate_RC
 
+    def _products(
+        self, mixed_RC: Sequence[Tensor], *, has_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The matrix products of the six mixed inputs: r, w1 w2, k, v, a1 a2, the gate; after block 0 also v1 v2."""
+        mixed_r_RC, mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_a_RC, mixed_g_RC = mixed_RC
+        return (
+            self.receptance(mixed_r_RC),
+            torch.tanh(mixed_w_RC @ self.w1) @ self.w2,
+            self.key(mixed_k_RC),
+            self.value(mixed_v_RC),
+            (mixed_a_RC @ self.a1) @ self.a2,
+            torch.sigmoid(mixed_g_RC @ self.g1) @ self.g2,
+            (mixed_v_RC @ self.v1) @ self.v2 if has_first else None,
+        )
+
     def _finish(self, y_RC: Tensor, r_RC: Tensor, k_RC: Tensor, v_RC: Tensor, gate_RC: Tensor) -> Tensor:
         """Group norm, the bonus of the present token, the gate and the output matrix."""
         heads = (-1, self.num_heads, self.head_size)
-        # A layer norm over each head, then the scales: what a group norm of single rows gives, several times faster.
-        wide_RC = y_RC.to(self.ln_x.weight.dtype)
-        normed_RHN = F.layer_norm(wide_RC.view(heads), (self.head_size,), eps=GROUP_NORM_EPS)
-        normed_RC = torch.addcmul(self.ln_x.bias, normed_RHN.view(y_RC.shape), self.ln_x.weight)
+        normed_RC = norm_heads(y_RC, self.ln_x)
         bonus_RH1 = (r_RC.view(heads) * k_RC.view(heads) * self.r_k).sum(dim=-1, keepdim=True)
         y_RHN = torch.addcmul(normed_RC.view(heads), bonus_RH1, v_RC.view(heads).to(bonus_RH1.dtype))
         out_RC: Tensor = self.output(y_RHN.view(y_RC.shape) * gate_RC)
@@ -187,93 +203,23 @@ class ChannelMix7(nn.Module):
 
     def forward(self, x_BTC: Tensor, *, shift_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
         (mixed_BTC,) = mix_with_previous(
-            x_BTC, (self.x_k,), first_BC=shift_BC, starts_BT=starts_BT, dtype=_product_dtype(x_BTC)
+            x_BTC, (self.x_k,), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
         )
         return self._channels(mixed_BTC)
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
-        return self._channels(torch.addcmul(x_BC, shift_BC.to(x_BC.dtype) - x_BC, self.x_k.view(-1)))
+    def step(self, x_BC: Tensor, *, shift_BC: Tensor, compiled: bool) -> Tensor:
+        (mixed_BC,) = mix_once(x_BC, shift_BC, (self.x_k,), compiled=compiled)
+        return self._channels(mixed_BC)
 
     def _channels(self, mixed_RC: Tensor) -> Tensor:
         out_RC: Tensor = self.value(squared_relu(self.key(mixed_RC)))
         return out_RC
 
 
-class Block(nn.Module):
-    """One layer: x += att(ln1(x)); x += ffn(ln2(x)), with dropout on both sums. Block 0 norms the embedding first."""
-
-    def __init__(self, shape: ModelShape, *, layer: int, dropout: float, backend: str) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dropout = dropout
-        self.backend = backend
-        self.ln1 = nn.LayerNorm(shape.n_embd)
-        self.ln2 = nn.LayerNorm(shape.n_embd)
-        self.ln0 = nn.LayerNorm(shape.n_embd) if layer == 0 else None
-        self.att = TimeMix7(shape, layer=layer, backend=backend)
-        self.ffn = ChannelMix7(shape)
-
-    def forward(
-        self,
-        x_BTC: Tensor,
-        v_first_BTC: Tensor | None,
-        *,
-        state: LayerState | None,
-        starts_BT: Tensor | None,
-        dropout_seed_B: Tensor | None,
-    ) -> tuple[Tensor, Tensor, LayerState]:
-        if self.ln0 is not None:
-            x_BTC = self.ln0(x_BTC)
-        normed_BTC = self.ln1(x_BTC)
-        att_BTC, v_first_BTC, wkv_BHNN = self.att(
-            normed_BTC,
-            v_first_BTC,
-            shift_BC=None if state is None else state.att_shift_BC,
-            state_BHNN=None if state is None else state.wkv_BHNN,
-            starts_BT=starts_BT,
-        )
-        att_shift_BC = normed_BTC[:, -1]
-        x_BTC = x_BTC + self._dropped(att_BTC, dropout_seed_B, site=2 * self.layer)
-        normed_BTC = self.ln2(x_BTC)
-        ffn_BTC = self.ffn(normed_BTC, shift_BC=None if state is None else state.ffn_shift_BC, starts_BT=starts_BT)
-        x_BTC = x_BTC + self._dropped(ffn_BTC, dropout_seed_B, site=2 * self.layer + 1)
-        return x_BTC, v_first_BTC, LayerState(att_shift_BC, wkv_BHNN, normed_BTC[:, -1])
-
-    def step(self, x_BC: Tensor, v_first_BC: Tensor | None, state: LayerState) -> tuple[Tensor, Tensor, LayerState]:
-        if self.ln0 is not None:
-            x_BC = self.ln0(x_BC)
-        att_in_BC = self.ln1(x_BC)
-        att_BC, v_first_BC, wkv_BHNN = self.att.step(
-            att_in_BC, v_first_BC, shift_BC=state.att_shift_BC, state_BHNN=state.wkv_BHNN
-        )
-        x_BC = x_BC + att_BC
-        ffn_in_BC = self.ln2(x_BC)
-        x_BC = x_BC + self.ffn.step(ffn_in_BC, shift_BC=state.ffn_shift_BC)
-        return x_BC, v_first_BC, LayerState(att_in_BC, wkv_BHNN, ffn_in_BC)
-
-    def _dropped(self, x_BTC: Tensor, seed_B: Tensor | None, *, site: int) -> Tensor:
-        if seed_B is None or self.dropout == 0.0:
-            return x_BTC
-        return dropout(x_BTC, p=self.dropout, seed_B=seed_B, site=site, backend=self.backend)
-
-
-def _product_dtype(x_BTC: Tensor) -> torch.dtype:
-    """What matrix products compute in here: mixing straight into it saves each of them a cast of its own."""
-    device = x_BTC.device.type
-    dtype: torch.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BTC.dtype
-    return dtype
-
-
-def initial_block_value(
+def initial_start(
     name: str, sizes: tuple[int, ...], *, shape: ModelShape, layer: int, generator: torch.Generator
 ) -> Tensor:
-    """The published start of one tensor of a block; `name` is the part after `blocks.<layer>.`."""
-    if name.startswith("ln") or name == "att.ln_x.bias":
-        return torch.ones(sizes) if name.endswith("weight") else torch.zeros(sizes)
-    if name == "att.ln_x.weight":
-        return torch.full(sizes, ((1 + layer) / shape.n_layer) ** 0.7)
-    if name in _MATRIX_GAINS:
-        return orthogonal(sizes, gain=_MATRIX_GAINS[name], generator=generator)
+    """The published start of a block's tensor that is this generation's own."""
     if name in ("att.w1", "att.a1", "att.v1", "att.g1"):
         return torch.zeros(sizes)
     if name in ("att.w2", "att.a2", "att.v2", "att.g2"):
@@ -282,35 +228,13 @@ def initial_block_value(
     return _initial_vector(name, shape=shape, layer=layer).float().reshape(sizes)
 
 
-# Gains of the square and feed-forward matrices; 0 starts as zeros. They override the layer's own start, as published.
-_MATRIX_GAINS: Final = {
-    "att.receptance.weight": 1.0,
-    "att.key.weight": 0.1,
-    "att.value.weight": 1.0,
-    "att.output.weight": 0.0,
-    "ffn.key.weight": 1.0,
-    "ffn.value.weight": 0.0,
-}
-
-
-def orthogonal(sizes: tuple[int, ...], *, gain: float, generator: torch.Generator) -> Tensor:
-    """A random orthogonal matrix times `gain`."""
-    if gain == 0.0:
-        return torch.zeros(sizes)
-    return nn.init.orthogonal_(torch.empty(sizes), gain=gain, generator=generator)
-
-
 def _initial_vector(name: str, *, shape: ModelShape, layer: int) -> Tensor:
     width, head_size = shape.n_embd, shape.head_size
-    # Both run over the depth: from 0 to 1, and from 1 to nearly 0. A single layer is the first one.
-    upward = layer / (shape.n_layer - 1) if shape.n_layer > 1 else 0.0
-    downward = 1.0 - layer / shape.n_layer
-    channel = torch.arange(width, dtype=torch.float64)
-    share = channel / width
-    ramp = channel / max(1, width - 1)
+    depth = ramps(shape, layer=layer)
+    upward, downward, share, ramp = depth.upward, depth.downward, depth.share_C, depth.ramp_C
     centred = ramp - 0.5
     middle = (head_size - 1) / 2
-    zigzag = (channel % head_size - middle) / max(0.5, middle)
+    zigzag = (depth.channel_C % head_size - middle) / max(0.5, middle)
     zigzag = zigzag * zigzag.abs()
     match name:
         case "att.x_r" | "att.x_g":

@@ -10,45 +10,61 @@ import torch
 from rwkv_spec.errors import KernelError
 from rwkv_spec.ops.build import Kernels, NoCompiler, thread_pool
 
-COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+NAMES = ("auto", "cpu", "cuda", "torch")
+# What the compiled operators of each kind of device take.
+COMPILED_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the operators: `cpu` (compiled) or `torch`; and why, as a sentence for a person."""
+    """What runs the operators: `cpu` or `cuda` (compiled) or `torch`; and why, as a sentence for a person."""
 
     name: str
     reason: str
 
 
 def choose_backend(
-    kernels: str, *, device: str | torch.device, dtype: torch.dtype, load: Callable[[], Kernels]
+    kernels: str,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    load: Callable[[], Kernels],
+    hindrance: str = "",
 ) -> Backend:
-    """The backend of an operator for `kernels: auto | cpu | torch`; `load` builds it if it is not there yet."""
-    device_type = torch.device(device).type
-    if kernels not in ("auto", "cpu", "torch"):
-        raise KernelError(f"kernels: there is no backend {kernels!r}; choose auto, cpu or torch")
+    """The backend of an operator for `kernels: auto | cpu | cuda | torch`; `load` builds it if it is not there yet.
+
+    `hindrance` is a reason of the operator's own against compiled code, a clause.
+    """
+    kind = torch.device(device).type
+    if kernels not in NAMES:
+        raise KernelError(f"kernels: there is no backend {kernels!r}; choose {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     if kernels == "torch":
         return Backend("torch", "torch: plain torch operators, as asked for")
-    hindrance = ""
-    if device_type != "cpu":
-        hindrance = f"the compiled operators are for the CPU, not for {device_type}"
-    elif dtype not in COMPILED_DTYPES:
-        hindrance = f"the compiled operators take float32 and bfloat16, not {dtype_name(dtype)}"
+    compiled = COMPILED_DTYPES.get(kind)
+    if compiled is None:
+        hindrance = f"the compiled operators are for the CPU and for CUDA, not for {kind}"
+    elif kernels in COMPILED_DTYPES and kernels != kind:
+        hindrance = f"the device is {kind}"
+    elif dtype not in compiled:
+        *names, last = map(dtype_name, compiled)
+        hindrance = f"the compiled operators take {', '.join(names)} and {last}, not {dtype_name(dtype)}"
     if hindrance:
-        if kernels == "cpu":
-            raise KernelError(f"kernels: cpu cannot be used: {hindrance}; choose kernels: auto or torch")
+        if kernels != "auto":
+            raise KernelError(f"kernels: {kernels} cannot be used: {hindrance}; choose kernels: auto or torch")
         return Backend("torch", f"torch: {hindrance}")
     try:
         loaded = load()
     except NoCompiler as error:
-        if kernels == "cpu":
+        if kernels != "auto":
             raise
         return Backend("torch", f"torch, several times slower: {error}")
-    reason = f"compiled CPU kernel, {loaded.compiler}, {loaded.instructions}"
-    if thread_pool() is None:
+    reason = f"compiled {kind.upper()} kernel, {loaded.compiler}, {loaded.instructions}"
+    if kind == "cpu" and thread_pool() is None:
         reason += ", one thread (torch's OpenMP runtime was not found)"
-    return Backend("cpu", f"{reason}; {loaded.remark}" if loaded.remark else reason)
+    return Backend(kind, f"{reason}; {loaded.remark}" if loaded.remark else reason)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

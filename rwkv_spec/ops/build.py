@@ -180,12 +180,12 @@ def _describe(command: tuple[str, ...], modified: int) -> Compiler:
     return Compiler(command, f"{family} {version.group() if version else ''}".strip(), text)
 
 
-def source_folder() -> Path:
-    """The C++ sources: inside an installed package, else in the checkout that it lies in."""
+def source_folder(device: str = "cpu") -> Path:
+    """The sources for a kind of device: inside an installed package, else in the checkout that it lies in."""
     package = Path(__file__).resolve().parents[1]
-    places = (package / "_kernels" / "cpu", package.parent / "kernels" / "cpu")
+    places = (package / "_kernels" / device, package.parent / "kernels" / device)
     for place in places:
-        if (place / "instructions.cpp").is_file():
+        if any(place.glob("wkv7.*")):
             return place
     raise KernelError(f"the operators' sources are in neither {places[0]} nor {places[1]}; install rwkv_spec again")
 

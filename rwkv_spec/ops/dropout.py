@@ -86,6 +86,9 @@ def _mix(z: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(backend: str, device_type: str, dtype: torch.dtype) -> str:
+    if device_type == "cuda" and backend in ("auto", "cuda"):
+        # There is no CUDA operator for it: the plain form drops the same elements.
+        return "torch"
     return choose_backend(backend, device=device_type, dtype=dtype, load=dropout_of_this_machine).name
 
 

@@ -1,7 +1,8 @@
 """The compiled recurrences as torch operators for eager, compile and autograd: one table says what each takes.
 
-Promises: C gets raw addresses, 64-bit sizes and the threads to use, and fills every output. Kept for the backward are
-the inputs and, in float32, the state before every 32nd token (wkv7: also the product of each token's a with the state).
+Promises: C gets raw addresses, 64-bit sizes and the threads or the stream to use, and fills every output. Kept for the
+backward are the inputs and, in float32, the state before every 32nd token (CUDA: every 16th; wkv7: also the product of
+each token's a with the state).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import CHUNK_LENGTH, thread_pool
+from rwkv_spec.ops import build, build_cuda
+from rwkv_spec.ops.build import thread_pool
 
+CHUNK_LENGTHS = {"cpu": build.CHUNK_LENGTH, "cuda": build_cuda.CHUNK_LENGTH}
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -43,7 +46,8 @@ class Recurrence:
     def forward_outputs(self, r: Tensor, save: bool) -> tuple[Tensor, ...]:
         """y, the state after, and what is kept (without elements where nothing is to be saved)."""
         B, T, H, N = r.shape
-        chunks = max((T + CHUNK_LENGTH - 1) // CHUNK_LENGTH - 1, 0) if save else 0
+        length = CHUNK_LENGTHS.get(r.device.type, build.CHUNK_LENGTH)
+        chunks = max((T + length - 1) // length - 1, 0) if save else 0
         state = r.new_empty((B, H, N, N), dtype=torch.float32)
         kept = [r.new_empty((B, H, chunks, N, N), dtype=torch.float32)]
         if self.keeps_sa:
@@ -57,7 +61,7 @@ class Recurrence:
         state = r.new_empty((B, H, N, N) if need_dstate_in else (0,), dtype=torch.float32)
         return *(torch.empty_like(r) for _ in self.tokens), *heads, state
 
-    def run_cpu(
+    def run(
         self,
         library: ctypes.CDLL,
         direction: str,
@@ -68,13 +72,18 @@ class Recurrence:
         """Calls the C function of a direction (forward, backward) for r's head size."""
         B, T, H, N = r.shape
         function = getattr(library, f"{self.name}_{direction}_{N}")
-        code = function(
+        arguments = [
             *(ctypes.c_int64(size) for size in (B, T, H)),
             ctypes.c_int(DTYPE_CODES[r.dtype]),
             *(ctypes.c_void_p(None if x is None else x.data_ptr()) for x in (*inputs, *outputs)),
-            ctypes.c_int64(torch.get_num_threads()),
-            ctypes.c_void_p(thread_pool()),
-        )
+        ]
+        if r.device.type == "cuda":
+            with torch.cuda.device(r.device):
+                code = function(*arguments, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+            if code != 0:
+                raise KernelError(f"{self.name}: the device refused the kernel (CUDA error {code})")
+            return
+        code = function(*arguments, ctypes.c_int64(torch.get_num_threads()), ctypes.c_void_p(thread_pool()))
         if code != 0:
             raise KernelError(f"{self.name}: no memory left for the threads' work space; use fewer threads")
 
@@ -86,8 +95,8 @@ RECURRENCES = {
 }
 
 
-def register(recurrence: Recurrence, library: torch.library.Library, load: Callable[[], ctypes.CDLL]) -> None:
-    """Makes torch.ops.rwkv_spec.NAME_forward and NAME_backward; `load` gives the compiled library at the first call."""
+def register(recurrence: Recurrence, library: torch.library.Library, load: Callable[[Tensor], ctypes.CDLL]) -> None:
+    """Makes torch.ops.rwkv_spec.NAME_forward and NAME_backward; `load` gives the library for a tensor."""
     num_inputs = len(recurrence.inputs)
     arguments = ", ".join(f"Tensor {name}" for name in recurrence.inputs) + ", Tensor? state, Tensor? starts"
     kept = "".join(f", Tensor kept_{n}" for n in range(recurrence.num_kept))
@@ -102,7 +111,7 @@ def register(recurrence: Recurrence, library: torch.library.Library, load: Calla
         assert isinstance(inputs[0], Tensor)
         outputs = recurrence.forward_outputs(inputs[0], bool(save))
         wanted = outputs if save else (*outputs[:2], *(None for _ in outputs[2:]))
-        recurrence.run_cpu(load(), "forward", inputs[0], tuple(inputs), wanted)
+        recurrence.run(load(inputs[0]), "forward", inputs[0], tuple(inputs), wanted)
         return outputs
 
     def backward(*arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -112,7 +121,7 @@ def register(recurrence: Recurrence, library: torch.library.Library, load: Calla
         inputs += [None if x is None else x.contiguous() for x in (dy, dstate_out)]
         outputs = recurrence.backward_outputs(inputs[0], bool(need_dstate_in))
         wanted = outputs if need_dstate_in else (*outputs[:-1], None)
-        recurrence.run_cpu(load(), "backward", inputs[0], tuple(inputs), wanted)
+        recurrence.run(load(inputs[0]), "backward", inputs[0], tuple(inputs), wanted)
         return _summed(recurrence, outputs)
 
     def forward_fake(r: Tensor, *others: Tensor | bool | None) -> tuple[Tensor, ...]:
@@ -122,8 +131,9 @@ def register(recurrence: Recurrence, library: torch.library.Library, load: Calla
         return _summed(recurrence, recurrence.backward_outputs(r, bool(others[-1])))
 
     name = f"rwkv_spec::{recurrence.name}"
-    library.impl(f"{recurrence.name}_forward", forward, "CPU")
-    library.impl(f"{recurrence.name}_backward", backward, "CPU")
+    for kind in ("CPU", "CUDA"):
+        library.impl(f"{recurrence.name}_forward", forward, kind)
+        library.impl(f"{recurrence.name}_backward", backward, kind)
     torch.library.register_fake(f"{name}_forward", forward_fake, lib=library)
     torch.library.register_fake(f"{name}_backward", backward_fake, lib=library)
     _register_autograd(recurrence, library)

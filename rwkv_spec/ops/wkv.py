@@ -1,4 +1,4 @@
-"""wkv5(), wkv6(), wkv7(): the recurrences with gradients, over the compiled CPU kernels or plain torch.
+"""wkv5(), wkv6(), wkv7(): the recurrences with gradients, over compiled kernels for the CPU and CUDA, or plain torch.
 
 Promises: every tensor is checked before C sees it; any T, an initial and a final state with gradients of both, resets.
 A build is tried against the reference before it is kept.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from rwkv_spec.errors import KernelError
+from rwkv_spec.ops import build, build_cuda
 from rwkv_spec.ops.backend import Backend, choose_backend, dtype_name
-from rwkv_spec.ops.build import CHUNK_LENGTH, HEAD_SIZES, Kernels, load_operator
-from rwkv_spec.ops.recurrence import RECURRENCES, Recurrence, register
+from rwkv_spec.ops.build import Kernels, load_operator
+from rwkv_spec.ops.build_cuda import load_cuda_operator
+from rwkv_spec.ops.recurrence import CHUNK_LENGTHS, RECURRENCES, Recurrence, register
 from rwkv_spec.ops.reference import (
     wkv5_reference,
     wkv5_torch,
@@ -26,15 +28,30 @@ from rwkv_spec.ops.reference import (
     wkv7_torch,
 )
 
+HEAD_SIZES = {"cpu": build.HEAD_SIZES, "cuda": build_cuda.HEAD_SIZES}
 Operator = Callable[..., tuple[Tensor, Tensor]]
 FALLBACKS: dict[str, Operator] = {"wkv5": wkv5_torch, "wkv6": wkv6_torch, "wkv7": wkv7_torch}
 REFERENCES: dict[str, Operator] = {"wkv5": wkv5_reference, "wkv6": wkv6_reference, "wkv7": wkv7_reference}
 
 
-def resolve_backend(kernels: str, *, device: str | torch.device, dtype: torch.dtype, operator: str) -> Backend:
-    """The backend of a recurrence for `kernels: auto | cpu | torch`; builds it where it is wanted and not yet there."""
-    load = functools.partial(operator_of_this_machine, operator)
-    return choose_backend(kernels, device=device, dtype=dtype, load=load)
+def resolve_backend(
+    kernels: str, *, device: str | torch.device, dtype: torch.dtype, operator: str, head_size: int
+) -> Backend:
+    """The backend of a recurrence for `kernels: auto | cpu | cuda | torch`; builds it where it is wanted.
+
+    Raises KernelError where what is asked for by name cannot be.
+    """
+    where = torch.device(device)
+    sizes = HEAD_SIZES.get(where.type, ())
+    hindrance = ""
+    if head_size not in sizes:
+        listed = ", ".join(str(size) for size in sizes)
+        hindrance = f"{operator}: head size {head_size} is not compiled (there are {listed})"
+
+    def load() -> Kernels:
+        return compiled_operator(operator, head_size, where)
+
+    return choose_backend(kernels, device=where, dtype=dtype, load=load, hindrance=hindrance)
 
 
 def wkv5(
@@ -101,12 +118,13 @@ def _run(
     starts_BT: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    if tokens[0].device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
+    kind = tokens[0].device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
         tokens = tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tokens)
     _check(RECURRENCES[name], tokens, heads, state_BHNN, starts_BT)
     r = tokens[0]
-    if _choose(name, backend, r.device.type, r.dtype, r.shape[3]) == "torch":
+    if _choose(name, backend, str(r.device), r.dtype, r.shape[3]) == "torch":
         return FALLBACKS[name](*tokens, *heads, state_BHNN, starts_BT=starts_BT)
     save = torch.is_grad_enabled() and (
         any(x.requires_grad for x in (*tokens, *heads)) or (state_BHNN is not None and state_BHNN.requires_grad)
@@ -121,15 +139,9 @@ def _run(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _choose(operator: str, backend: str, device_type: str, dtype: torch.dtype, head_size: int) -> str:
+def _choose(operator: str, backend: str, device: str, dtype: torch.dtype, head_size: int) -> str:
     """A constant for torch.compile, which must not trace the build."""
-    name = resolve_backend(backend, device=device_type, dtype=dtype, operator=operator).name
-    if name == "torch" or head_size in HEAD_SIZES:
-        return name
-    if backend == "auto":
-        return "torch"
-    sizes = ", ".join(str(size) for size in HEAD_SIZES)
-    raise KernelError(f"{operator}: head size {head_size} is not compiled (there are {sizes}); choose kernels: torch")
+    return resolve_backend(backend, device=device, dtype=dtype, operator=operator, head_size=head_size).name
 
 
 def _check(
@@ -171,31 +183,48 @@ def _check(
 # ---- the gate of a fresh build ----
 
 
+def compiled_operator(name: str, head_size: int, device: torch.device) -> Kernels:
+    """A compiled recurrence for a device; a build is tried against the reference before it is kept."""
+    if device.type == "cuda":
+        return _cuda_operator(name, head_size, torch.cuda.get_device_capability(device))
+    return operator_of_this_machine(name)
+
+
 @functools.cache
 def operator_of_this_machine(name: str) -> Kernels:
-    """A compiled recurrence; a build is tried against the reference before it is kept."""
-    return load_operator(name, functools.partial(check_library, RECURRENCES[name]))
+    """The compiled recurrence for the CPU, of all head sizes."""
+    return load_operator(name, lambda library: check_library(RECURRENCES[name], library, build.HEAD_SIZES))
 
 
-def check_library(recurrence: Recurrence, library: ctypes.CDLL) -> None:
+@functools.cache
+def _cuda_operator(name: str, head_size: int, capability: tuple[int, int]) -> Kernels:
+    def check(library: ctypes.CDLL) -> None:
+        check_library(RECURRENCES[name], library, (head_size,), device="cuda")
+
+    return load_cuda_operator(name, head_size, capability, check)
+
+
+def check_library(
+    recurrence: Recurrence, library: ctypes.CDLL, head_sizes: Sequence[int], *, device: str = "cpu"
+) -> None:
     """A short float32 call of every head size, forward and backward, against the reference in float64."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for head_size in HEAD_SIZES:
-            worst = _worst_error(recurrence, library, head_size)
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device, enabled=False):
+        for head_size in head_sizes:
+            worst = _worst_error(recurrence, library, head_size, device)
             # Not written as a comparison with >, which a result that is not a number would pass.
             if not worst < 1e-5:
                 raise KernelError(
                     f"{recurrence.name}: the compiler made a kernel that computes wrong numbers (head size "
-                    f"{head_size}, error {worst:.1e}); try another compiler by CXX=..., or choose kernels: torch"
+                    f"{head_size}, error {worst:.1e}); try another compiler, or choose kernels: torch"
                 )
 
 
-def _worst_error(recurrence: Recurrence, library: ctypes.CDLL, head_size: int) -> float:
-    generator = torch.Generator(device="cpu").manual_seed(head_size)
-    B, T, H, N = 1, CHUNK_LENGTH + 2, 2, head_size
+def _worst_error(recurrence: Recurrence, library: ctypes.CDLL, head_size: int, device: str) -> float:
+    generator = torch.Generator(device=device).manual_seed(head_size)
+    B, T, H, N = 1, CHUNK_LENGTHS[device] + 2, 2, head_size
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
 
     kappa = torch.nn.functional.normalize(normal(B, T, H, N), dim=-1)
     # What an argument needs for the recurrence to stay bounded; all others are normal.
@@ -206,11 +235,11 @@ def _worst_error(recurrence: Recurrence, library: ctypes.CDLL, head_size: int) -
         normal(B, H, N, N),
     )
     dy, dstate_out = normal(B, T, H, N), normal(B, H, N, N)
-    starts = torch.arange(T, device="cpu").unsqueeze(0) == 5
+    starts = torch.arange(T, device=device).unsqueeze(0) == 5
     y, state, *kept = recurrence.forward_outputs(inputs[0], save=True)
     gradients = recurrence.backward_outputs(inputs[0], need_dstate_in=True)
-    recurrence.run_cpu(library, "forward", inputs[0], (*inputs, starts), (y, state, *kept))
-    recurrence.run_cpu(library, "backward", inputs[0], (*inputs, starts, *kept, dy, dstate_out), gradients)
+    recurrence.run(library, "forward", inputs[0], (*inputs, starts), (y, state, *kept))
+    recurrence.run(library, "backward", inputs[0], (*inputs, starts, *kept, dy, dstate_out), gradients)
     leaves = [x.double().requires_grad_() for x in inputs]
     outputs = REFERENCES[recurrence.name](*leaves, starts_BT=starts)
     expected = (*outputs, *torch.autograd.grad(outputs, leaves, [dy.double(), dstate_out.double()]))
@@ -228,10 +257,10 @@ def _worst_error(recurrence: Recurrence, library: ctypes.CDLL, head_size: int) -
 _LIBRARY = torch.library.Library("rwkv_spec", "FRAGMENT")
 
 
-def _library_of(name: str) -> ctypes.CDLL:
-    return operator_of_this_machine(name).library
+def _library_for(name: str, r: Tensor) -> ctypes.CDLL:
+    return compiled_operator(name, r.shape[3], r.device).library
 
 
-register(RECURRENCES["wkv5"], _LIBRARY, functools.partial(_library_of, "wkv5"))
-register(RECURRENCES["wkv6"], _LIBRARY, functools.partial(_library_of, "wkv6"))
-register(RECURRENCES["wkv7"], _LIBRARY, functools.partial(_library_of, "wkv7"))
+register(RECURRENCES["wkv5"], _LIBRARY, functools.partial(_library_for, "wkv5"))
+register(RECURRENCES["wkv6"], _LIBRARY, functools.partial(_library_for, "wkv6"))
+register(RECURRENCES["wkv7"], _LIBRARY, functools.partial(_library_for, "wkv7"))

@@ -32,12 +32,22 @@ def _model(sizes: ModelSizes, spec: Spec) -> list[tuple[str, str]]:
     origin = f", from {spec.checkpoint.path}" if spec.checkpoint is not None else ""
     shape = f"{sizes.type}, {counted(sizes.n_layer, 'layer')}, {sizes.n_embd} wide, heads of {sizes.head_size}"
     shape += f", {sizes.vocab_size:,} ids"
-    rows = [("model", shape + origin), ("parameters", f"{sizes.num_parameters:,}")]
+    rows = [("model", shape + origin), *_vocabulary(sizes), ("parameters", f"{sizes.num_parameters:,}")]
     for group, count in sizes.parameters_by_group.items():
         if count:
             rows.append((f"  {group}", f"{count:,}  {_GROUPS.get(group, '')}".rstrip()))
     rows.append(("state", f"{sizes.num_state_values:,} values a sequence"))
     return rows
+
+
+def _vocabulary(sizes: ModelSizes) -> list[tuple[str, str]]:
+    """What becomes of a checkpoint's vocabulary rows where the model has another number of them."""
+    found, rows = sizes.checkpoint_rows, sizes.vocab_size
+    if found is None or found == rows:
+        return []
+    if rows < found:
+        return [("", f"vocabulary: the first {rows:,} of the checkpoint's {found:,} rows kept, {found - rows:,} cut")]
+    return [("", f"vocabulary: the checkpoint's {found:,} rows kept, {rows - found:,} made fresh from the seed")]
 
 
 def _data(plan: Plan, spec: Spec) -> list[tuple[str, str]]:

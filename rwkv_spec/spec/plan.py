@@ -30,7 +30,10 @@ class DataStats:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The model: `parameters_by_group` sums to `num_parameters`; `num_state_values` is for one sequence."""
+    """The model: `parameters_by_group` sums to `num_parameters`; `num_state_values` is for one sequence.
+
+    `checkpoint_rows` is the number of vocabulary rows in the checkpoint that it starts from, None where there is none.
+    """
 
     type: str
     n_layer: int
@@ -40,6 +43,7 @@ class ModelSizes:
     parameters_by_group: Mapping[str, int]
     num_parameters: int
     num_state_values: int
+    checkpoint_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,7 @@ def _micro_batch_size(spec: Spec, share: int, sizes: ModelSizes, world: World) -
 def _activations(spec: Spec, micro_batch_size: int, sizes: ModelSizes, world: World) -> int:
     return activation_bytes(
         micro_batch_size * spec.train.ctx_len,
+        type=sizes.type,
         n_layer=sizes.n_layer,
         n_embd=sizes.n_embd,
         head_size=sizes.head_size,

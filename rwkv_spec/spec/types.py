@@ -59,7 +59,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Model:
-    """A model with fresh weights."""
+    """A model with fresh weights. `ranks` is None for the types that have one rule only."""
 
     type: str
     n_layer: int
@@ -67,14 +67,15 @@ class Model:
     head_size: int
     dropout: float
     vocab_size: int | Auto
-    ranks: str
+    ranks: str | None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights to start from, instead of a Model."""
+    """Weights to start from, instead of a Model; with `resize_vocab`, as many rows of them as the tokenizer has ids."""
 
     path: Path
+    resize_vocab: bool
     dropout: float
 
 

@@ -19,7 +19,7 @@ from rwkv_spec.spec.load import load_file
 from rwkv_spec.spec.origin import Source
 from rwkv_spec.spec.override import apply_overrides
 from rwkv_spec.spec.schema import Schema, at, properties, schema
-from rwkv_spec.spec.suggest import suggest
+from rwkv_spec.spec.suggest import listed, suggest
 from rwkv_spec.spec.tree import KeyPath, Node, from_python, plain
 from rwkv_spec.spec.types import Spec
 
@@ -126,10 +126,8 @@ class _Findings:
             for rule in sub["allOf"]
             if name in rule["then"]["propertyNames"]["enum"]
         ]
-        owner = owners[0] if owners else sub["properties"]["type"]["default"]
-        self._report(
-            (*path, name), _joined((*path, name)), f"type {kind} has no {name}", f"remove it, or use type: {owner}"
-        )
+        fix = f"remove it, or use type: {listed(owners or [str(sub['properties']['type']['default'])])}"
+        self._report((*path, name), _joined((*path, name)), f"type {kind} has no {name}", fix)
 
     def _unknown(self, path: KeyPath) -> None:
         section = tuple(str(step) for step in path)

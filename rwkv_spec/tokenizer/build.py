@@ -10,8 +10,9 @@ from rwkv_spec.tokenizer.ids import IdsTokenizer
 from rwkv_spec.tokenizer.integer import AngleTokenizer, IntegerTokenizer
 from rwkv_spec.tokenizer.protocol import Tokenizer
 from rwkv_spec.tokenizer.vocab import VocabTokenizer
+from rwkv_spec.tokenizer.world import WorldTokenizer
 
-TYPES = ("angle", "integer", "vocab", "bytes", "ids")
+TYPES = ("angle", "integer", "vocab", "world", "bytes", "ids")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ def build_tokenizer(
         return IntegerTokenizer(max_value)
     if type == "vocab" and path is not None:
         return VocabTokenizer(path)
+    if type == "world":
+        return WorldTokenizer(path)
     if type == "bytes":
         return BytesTokenizer()
     if type == "ids" and vocab_size is not None:
@@ -60,4 +63,6 @@ def recipe_of(tokenizer: Tokenizer) -> Recipe | None:
         return Recipe("ids", vocab_size=tokenizer.vocab_size)
     if type(tokenizer) is VocabTokenizer:
         return Recipe("vocab", path=str(tokenizer.path.absolute()))
+    if type(tokenizer) is WorldTokenizer:
+        return Recipe("world", path=str(tokenizer.path.absolute()))
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rwkv_spec.tokenizer.protocol import DecodesBytes, EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.stream import BytesDecoder, StreamDecoder
 from rwkv_spec.tokenizer.vocab_file import write_vocab
 
 
@@ -56,23 +56,8 @@ class BytesTokenizer:
         data: bytes = (array[array != 0] - 1).astype(np.uint8).tobytes()
         return data
 
-    def decoder(self) -> StreamDecoder:
-        return StreamDecoder(self)
+    def stream_decoder(self) -> StreamDecoder:
+        return BytesDecoder(self.decode_bytes)
 
     def save_vocab(self, path: str | Path) -> None:
         write_vocab(path, ((byte + 1, bytes([byte])) for byte in range(256)))
-
-
-class StreamDecoder:
-    """Turns ids into text as they come: a character is given out when its last byte has arrived, never a torn half."""
-
-    def __init__(self, tokenizer: DecodesBytes) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def feed(self, ids: Values) -> str:
-        return self._utf8.decode(self._tokenizer.decode_bytes(ids))
-
-    def finish(self) -> str:
-        """What is left over: U+FFFD where the last character never became whole."""
-        return self._utf8.decode(b"", final=True)

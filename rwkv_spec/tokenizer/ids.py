@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rwkv_spec.tokenizer.decimals import outside, parse, parse_many
 from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.stream import NumbersDecoder, StreamDecoder
 from rwkv_spec.tokenizer.vocab_file import write_vocab
 
 MAX_VOCAB_SIZE = 2**31 - 1
@@ -62,6 +63,9 @@ class IdsTokenizer:
             raise EncodeError(f"id {array[at]} is outside 0..{self.vocab_size - 1}", "decode ids of this tokenizer", at)
         listed: list[int] = array.tolist()
         return listed
+
+    def stream_decoder(self) -> StreamDecoder:
+        return NumbersDecoder(self.decode_sequence)
 
     def save_vocab(self, path: str | Path) -> None:
         """An RWKV vocabulary file of the tokens '1 ', '2 ', …: other software then decodes readable ids."""

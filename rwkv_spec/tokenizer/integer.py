@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rwkv_spec.tokenizer.decimals import outside, parse, parse_many
 from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.stream import NumbersDecoder, StreamDecoder
 from rwkv_spec.tokenizer.vocab_file import write_vocab
 
 MAX_VALUE = 2**31 - 3
@@ -67,6 +68,9 @@ class IntegerTokenizer:
             raise EncodeError(f"id {array[at]} is outside 0..{self.max_value + 1}", "decode ids of this tokenizer", at)
         values: list[int] = (array[array != 0] - 1).tolist()
         return values
+
+    def stream_decoder(self) -> StreamDecoder:
+        return NumbersDecoder(self.decode_sequence)
 
     def save_vocab(self, path: str | Path) -> None:
         """An RWKV vocabulary file of the tokens '0 ', '1 ', …: other software then decodes readable numbers."""

@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rwkv_spec.tokenizer.stream import PrefixDecoder, StreamDecoder
+
 INT64_MAX = 2**63 - 1
 # Integers to encode, or ids to decode: a list, a tuple, or an array of any integer type.
 Values = ArrayLike | Sequence[object]
@@ -47,10 +49,19 @@ class SavesVocab(Protocol):
     def save_vocab(self, path: str | Path) -> None: ...
 
 
-class DecodesBytes(Protocol):
-    """A tokenizer whose ids stand for bytes, so that text can be decoded as the ids come."""
+@runtime_checkable
+class HasPadding(Protocol):
+    """A tokenizer whose vocab_size is rounded up: from num_named_ids on, ids name nothing."""
 
-    def decode_bytes(self, ids: Values) -> bytes: ...
+    @property
+    def num_named_ids(self) -> int: ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """A tokenizer that knows how to give out text as the ids come."""
+
+    def stream_decoder(self) -> StreamDecoder: ...
 
 
 @runtime_checkable
@@ -70,6 +81,27 @@ class NumericTokenizer(Protocol):
     def encode_sequence(self, values: Values) -> NDArray[np.int64]: ...
 
     def decode_sequence(self, ids: Values) -> list[int]: ...
+
+
+def stream_decoder(tokenizer: Tokenizer) -> StreamDecoder:
+    """Text as the ids come: feed(id) -> str, at the end finish() -> str; joined, the pieces are decode() of all ids.
+
+    A user's own tokenizer may offer stream_decoder() for speed. Where it only has decode(), that is called on all ids
+    so far; a ValueError if it then takes back text that it gave before.
+    """
+    if isinstance(tokenizer, Streams):
+        for kind in type(tokenizer).__mro__:
+            if "stream_decoder" in vars(kind):
+                return tokenizer.stream_decoder()
+            # A class that is derived from ours and decodes differently: the inherited stream would not say the same.
+            if "decode" in vars(kind):
+                break
+    return PrefixDecoder(tokenizer.decode)
+
+
+def num_drawable_ids(tokenizer: Tokenizer) -> int:
+    """A sampler draws ids below this: those above name nothing that could be decoded."""
+    return tokenizer.num_named_ids if isinstance(tokenizer, HasPadding) else tokenizer.vocab_size
 
 
 def integer_array(values: Values) -> NDArray[np.int64]:

@@ -1,22 +1,37 @@
-"""A byte trie over a vocabulary, in flat arrays: the longest token at every position of a text at once.
+"""Greedy longest match in plain numpy: the fallback without a compiler, and what the compiled trie is checked against.
 
-Encoding walks all positions down the trie together, a level at a time, then follows the chain of greedy matches.
+The longest token is found at every position of a text at once: all positions walk down the trie together, a level at a
+time. Encoding then follows the chain of greedy matches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ABSENT = np.int64(-1)
+# Positions matched at once: the work arrays then stay in the processor's cache.
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Match:
+    """The ids of all documents back to back, and how many each has. `stuck`: the document and its byte where no token
+    begins, which ends the match."""
+
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    stuck: tuple[int, int] | None = None
 
 
 class Trie:
     """A hash table keyed by node · 256 + byte; node 0 is the root; `token_of_node` is -1 inside a token."""
 
-    def __init__(self, tokens: Mapping[int, bytes]) -> None:
+    def __init__(self, tokens: Mapping[int, bytes], *, remark: str = "plain Python") -> None:
+        self.remark = remark
         nodes: dict[bytes, int] = {b"": 0}
         edges: list[int] = []
         for token in tokens.values():
@@ -31,6 +46,7 @@ class Trie:
         self.token_of_node: NDArray[np.int32] = np.full(len(nodes), -1, np.int32)
         for token_id, token in tokens.items():
             self.token_of_node[nodes[token]] = token_id
+        self._longest_token = max(map(len, tokens.values()))
         self._fill(np.array(edges, np.int64))
         # The first level is asked at every position: a plain table serves it.
         self._roots = self._children(np.arange(256, dtype=np.int64))
@@ -91,3 +107,40 @@ class Trie:
             lengths[active[ends]] = depth
             ids[active[ends]] = found[ends]
         return lengths, ids
+
+    def match(self, documents: Sequence[bytes]) -> Match:
+        data = np.frombuffer(b"".join(documents), np.uint8)
+        ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))
+        found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        starts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        position, stuck = 0, None
+        while position < len(data) and stuck is None:
+            stop = min(position + _CHUNK, len(data))
+            where = np.arange(position, stop)
+            room = ends[np.searchsorted(ends, where, side="right")] - where
+            lengths, ids = self.longest(data[position : stop + self._longest_token], room)
+            chain, following = _follow(lengths)
+            if following is None:
+                at = position + chain.pop()
+                document = int(np.searchsorted(ends, at, side="right"))
+                stuck = document, at - (int(ends[document - 1]) if document else 0)
+            taken = np.array(chain, np.int64)
+            found.append(ids[taken].astype(np.int64))
+            starts.append(taken + position)
+            position += following or 0
+        bounds = np.searchsorted(np.concatenate(starts), ends, side="left")
+        return Match(np.concatenate(found), np.diff(bounds, prepend=0), stuck)
+
+
+def _follow(lengths: NDArray[np.int32]) -> tuple[list[int], int | None]:
+    """The positions at which greedy matches begin, and where the next chunk does; None where the last one is stuck."""
+    steps: list[int] = lengths.tolist()
+    chain: list[int] = []
+    position, stop = 0, len(steps)
+    while position < stop:
+        chain.append(position)
+        step = steps[position]
+        if step == 0:
+            return chain, None
+        position += step
+    return chain, position

@@ -22,6 +22,7 @@ from rwkv_spec.errors import DataError
 from rwkv_spec.lock import Lock
 from rwkv_spec.tokenizer.vocab import VocabTokenizer
 from tests.data.stores import ROOT, make, snapshot, tokens, write
+from tests.tokenizer.vocabularies import world
 
 
 def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,19 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, monkeypatc
     with pytest.raises(DataError, match=r"a\.jsonl:378:11: text: 361 is outside"):
         make(tmp_path, a, b, processes=3)
     assert list((tmp_path / "store").glob(".preparing-*")) == []
+
+
+def test_world_tokens_are_the_same_from_any_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rwkv_spec.data.pool._SMALL_BYTES", 1)
+    monkeypatch.setattr(build_store, "job_bytes", lambda total, processes: 2000 if processes > 1 else total)
+    lines = [f"Zeile {i}: 你好, мир, \\t {'é' * (i % 40)}" for i in range(500)]
+    source = write(tmp_path / "a.txt", "\n".join(lines))
+    stores = [make(tmp_path, source, tokenizer=world(), store=tmp_path / f"s{n}", processes=n) for n in (1, 3)]
+    assert snapshot(stores[0].dir) == snapshot(stores[1].dir)
+    assert stores[0].manifest.vocab_size == 65536
+    assert tokens(stores[0]) == [token for line in lines for token in [*world().encode(line), 0]]
 
 
 def test_a_vocabulary_changed_meanwhile_stops_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

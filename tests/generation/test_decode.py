@@ -1,31 +1,26 @@
-"""From prompts to tokens: the same alone and in a batch, stopped where asked, streamed as it goes."""
+"""From prompts to tokens: the same alone and in a batch, and stopped where asked."""
 
 from __future__ import annotations
 
-import itertools
+import random
 
 import numpy as np
 import pytest
 import torch
 
-import rwkv_spec.generation.decode as module
-from rwkv_spec.generation.decode import Generation, generate, prefill, stream
-from rwkv_spec.model.build import build_model
+from rwkv_spec.generation.decode import Generation, generate
+from rwkv_spec.generation.sample import Sampling, uniform
 from rwkv_spec.model.language_model import LanguageModel
-from rwkv_spec.model.shapes import fresh_shape
+from tests.generation.models import small_model
 
 VOCAB_SIZE = 23
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [], [5, 3], [5, 8, 9, 7, 9], [2]]
+PENALTIES = {"presence_penalty": 0.8, "frequency_penalty": 0.5, "penalty_decay": 0.95, "repetition_penalty": 1.2}
 
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    model = build_model(fresh_shape("x070", n_layer=2, n_embd=32, head_size=16, vocab_size=VOCAB_SIZE)).double()
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return model
+    return small_model(VOCAB_SIZE)
 
 
 def _ids(results: list[Generation]) -> list[list[int]]:
@@ -57,8 +52,9 @@ def test_logprobs_are_those_of_the_parallel_form(model: LanguageModel) -> None:
     assert result.logprobs == pytest.approx([float(own[place, id]) for place, id in enumerate(result.ids)], rel=1e-9)
 
 
-def test_a_batch_gives_what_its_rows_give_alone(model: LanguageModel) -> None:
-    settings = {"max_new_tokens": 12, "temperature": 1.3, "top_k": 20, "top_p": 0.95}
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["plain", "penalised"])
+def test_a_batch_gives_what_its_rows_give_alone(model: LanguageModel, penalties: dict[str, float]) -> None:
+    settings = {"max_new_tokens": 12, "temperature": 1.3, "top_k": 20, "top_p": 0.95, **penalties}
     together = generate(model, PROMPTS, seed=100, **settings)  # type: ignore[arg-type]
     for row, prompt in enumerate(PROMPTS):
         (alone,) = generate(model, [prompt], seed=100 + row, **settings)  # type: ignore[arg-type]
@@ -74,19 +70,69 @@ def test_seeds_decide_the_draw(model: LanguageModel) -> None:
     assert once != other
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4096])
-def test_prefill_in_pieces_is_exact(model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    monkeypatch.setattr(module, "_PREFILL_TOKENS", tokens)
-    prompts = [prompt for prompt in PROMPTS if prompt]
-    with torch.no_grad():
-        logits, state = prefill(model, prompts)
-        for row, prompt in enumerate(prompts):
-            alone, last = model.prefill(torch.tensor([prompt]))
-            torch.testing.assert_close(logits[row : row + 1], alone, rtol=1e-10, atol=1e-10)
-            for name in ("att_shift", "wkv", "ffn_shift"):
-                torch.testing.assert_close(
-                    getattr(state, name)[:, row : row + 1], getattr(last, name), rtol=1e-10, atol=1e-10
-                )
+def test_the_draw_of_a_token_depends_on_its_place_and_not_on_where_the_prompt_ends(model: LanguageModel) -> None:
+    settings = {"temperature": 1.5, "seed": 9, "stop_at_end_of_document": False}
+    (whole,) = generate(model, [[4, 2, 6]], max_new_tokens=12, **settings)  # type: ignore[arg-type]
+    (later,) = generate(model, [[4, 2, 6, *whole.ids[:5]]], max_new_tokens=7, **settings)  # type: ignore[arg-type]
+    assert later.ids == whole.ids[5:]
+
+
+def test_penalties_count_what_this_row_has_generated_so_far(model: LanguageModel) -> None:
+    """Step by step against the plain definition, each token from the parallel form's logits."""
+    settings = Sampling(temperature=1.2, **PENALTIES)
+    found = generate(
+        model, PROMPTS, max_new_tokens=30, temperature=1.2, seed=5, stop_at_end_of_document=False, **PENALTIES
+    )
+    plain = generate(model, PROMPTS, max_new_tokens=30, temperature=1.2, seed=5, stop_at_end_of_document=False)
+    assert _ids(found) != _ids(plain)
+    for row, prompt in enumerate(PROMPTS):
+        start, text = prompt or [0], found[row].ids
+        with torch.no_grad():
+            logits = model(torch.tensor([start + text]))
+        assert isinstance(logits, torch.Tensor)
+        for place in range(len(text)):
+            history = settings.history(start + text[:place], [False] * len(start) + [True] * place)
+            assert history is not None
+            own = logits[0, len(start) + place - 1].numpy().copy()
+            history.penalise(own)
+            order = np.argsort(-own, kind="stable")
+            chances = np.exp((own[order] - own[order[0]]) / 1.2)
+            drawn = uniform(5 + row, len(start) + place) * chances.sum()
+            assert text[place] == order[np.searchsorted(chances.cumsum(), drawn, side="right")]
+
+
+def test_a_strong_penalty_keeps_tokens_from_coming_again(model: LanguageModel) -> None:
+    settings = {"max_new_tokens": 20, "temperature": 0.0, "stop_at_end_of_document": False}
+    (free,) = generate(model, [[1]], **settings)  # type: ignore[arg-type]
+    (apart,) = generate(model, [[1]], presence_penalty=1000.0, **settings)  # type: ignore[arg-type]
+    assert len(set(free.ids)) < 20
+    # Token 0, the end of a document, is never penalised.
+    others = [token for token in apart.ids if token]
+    assert len(set(others)) == len(others) > 0
+
+
+@pytest.mark.parametrize("type", ["x052", "x060", "x070"])
+def test_the_prompts_are_read_by_the_parallel_form_and_each_later_token_by_a_step(
+    monkeypatch: pytest.MonkeyPatch, type: str
+) -> None:
+    model = small_model(VOCAB_SIZE, type=type)
+    calls: list[tuple[str, int]] = []
+    prefill, step = LanguageModel.prefill, LanguageModel.step
+
+    def counted_prefill(self: LanguageModel, ids_BT: torch.Tensor, *rest: object) -> object:
+        calls.append(("prefill", ids_BT.shape[1]))
+        return prefill(self, ids_BT, *rest)  # type: ignore[arg-type]
+
+    def counted_step(self: LanguageModel, ids_B: torch.Tensor, *rest: object) -> object:
+        calls.append(("step", len(ids_B)))
+        return step(self, ids_B, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LanguageModel, "prefill", counted_prefill)
+    monkeypatch.setattr(LanguageModel, "step", counted_step)
+    prompt = random.Random(1).choices(range(VOCAB_SIZE), k=1000)
+    generate(model, [prompt, prompt[:300]], max_new_tokens=4, stop_at_end_of_document=False)
+    # The last token is drawn, and nothing follows that would need it read.
+    assert calls == [("prefill", 300), ("prefill", 700), ("step", 2), ("step", 2), ("step", 2)]
 
 
 def test_an_empty_prompt_starts_from_the_end_of_a_document(model: LanguageModel) -> None:
@@ -97,7 +143,6 @@ def test_an_empty_prompt_starts_from_the_end_of_a_document(model: LanguageModel)
 def test_no_new_tokens_and_no_prompts_work(model: LanguageModel) -> None:
     assert generate(model, [[1], []], max_new_tokens=0) == [Generation([], [], "length")] * 2
     assert generate(model, [], max_new_tokens=5) == []
-    assert list(stream(model, [[1]], max_new_tokens=0)) == []
 
 
 def test_a_stop_sequence_ends_its_row_and_is_left_out(model: LanguageModel) -> None:
@@ -130,70 +175,6 @@ def test_the_end_of_a_document_stops_only_if_asked(model: LanguageModel) -> None
             assert other == one
 
 
-def _taken(tokens: list[int], stops: list[list[int]], *, room: int = 100) -> tuple[list[list[int]], str | None]:
-    """What a row lets go after each token, and why it ended."""
-    row = module._Row(0, torch.Generator(), stops, room, stop_at_end_of_document=False)
-    released: list[list[int]] = []
-    for token in tokens:
-        events = list(row.take(token, 0.0))
-        released.append([event.id for event in events if event.stopped_by is None])
-        if row.finished:
-            return released, events[-1].stopped_by
-    return released, None
-
-
-def test_tokens_are_held_back_while_they_may_become_a_stop() -> None:
-    assert _taken([1, 2, 3], [[1, 2, 3]]) == ([[], [], []], "stop_sequence")
-    assert _taken([1, 2, 4, 5], [[1, 2, 3]]) == ([[], [], [1, 2, 4], [5]], None)
-    assert _taken([1, 1, 2], [[1, 2]]) == ([[], [1], []], "stop_sequence")
-    assert _taken([1, 2, 1, 2, 3], [[1, 2, 3]]) == ([[], [], [1, 2], [], []], "stop_sequence")
-    assert _taken([7, 1, 2], [[1, 2], [7, 1, 2]]) == ([[], [], []], "stop_sequence")
-    assert _taken([1, 2], [[1, 2, 3]], room=2) == ([[], [1, 2]], "length")
-
-
-def test_stops_agree_with_a_search_over_all_short_sequences() -> None:
-    stops = [[1, 0], [0, 0, 1], [2]]
-    for tokens in itertools.product(range(3), repeat=6):
-        ends = [
-            (place + len(stop), -len(stop))
-            for stop in stops
-            for place in range(len(tokens))
-            if list(tokens[place : place + len(stop)]) == stop
-        ]
-        released, reason = _taken(list(tokens), stops, room=len(tokens))
-        kept = [id for part in released for id in part]
-        if ends:
-            end, minus_length = min(ends)
-            assert (kept, reason) == (list(tokens[: end + minus_length]), "stop_sequence")
-        else:
-            assert (kept, reason) == (list(tokens), "length")
-
-
-def test_a_stream_gives_the_same_tokens_one_by_one(model: LanguageModel) -> None:
-    settings = {"max_new_tokens": 9, "temperature": 1.5, "seed": 3, "stop_sequences": [[4, 4], [7]]}
-    rows: list[list[int]] = [[] for _ in PROMPTS]
-    for row, id in stream(model, PROMPTS, **settings):  # type: ignore[arg-type]
-        rows[row].append(id)
-        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    assert rows == _ids(generate(model, PROMPTS, **settings))  # type: ignore[arg-type]
-
-
-def test_a_stream_does_not_run_ahead(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-    original = LanguageModel.step
-
-    def counted(self: LanguageModel, *arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        return original(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LanguageModel, "step", counted)
-    tokens = stream(model, [[1]], max_new_tokens=50, temperature=0.0, stop_at_end_of_document=False)
-    for _ in range(3):
-        next(tokens)
-    assert calls == 2
-
-
 def test_ids_from_num_ids_on_are_never_drawn(model: LanguageModel) -> None:
     free = generate(model, PROMPTS, max_new_tokens=40, temperature=3.0, stop_at_end_of_document=False)
     few = generate(model, PROMPTS, max_new_tokens=40, temperature=3.0, stop_at_end_of_document=False, num_ids=9)
@@ -223,6 +204,7 @@ def test_arrays_and_tuples_are_prompts_too(model: LanguageModel) -> None:
         ({"top_p": 2.0}, "top_p must be"),
         ({"top_k": -3}, "top_k must be"),
         ({"seed": -3}, "seed must be"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
         ({"num_ids": 0}, "num_ids must be"),
         ({"num_ids": VOCAB_SIZE + 1}, "num_ids must be a whole number from 1 to the model's 23"),
     ],
@@ -231,6 +213,5 @@ def test_bad_arguments_are_value_errors_in_words(
     model: LanguageModel, arguments: dict[str, object], message: str
 ) -> None:
     given: dict[str, object] = {"prompts": [[1]], "max_new_tokens": 3} | arguments
-    for function in (generate, stream):
-        with pytest.raises(ValueError, match=message):
-            function(model, **given)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        generate(model, **given)  # type: ignore[arg-type]

@@ -9,10 +9,11 @@ import torch
 
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.model.build import build_model, initial_value, load_state, weights
-from rwkv_spec.model.shapes import UNTRAINED, fresh_shape, parameter_groups, parameter_shapes
+from rwkv_spec.model.shapes import TYPES, UNTRAINED, ModelShape, fresh_shape, parameter_groups, parameter_shapes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SHAPE = fresh_shape("x070", n_layer=2, n_embd=32, head_size=16, vocab_size=9)
+SHAPES = [fresh_shape(type, n_layer=2, n_embd=32, head_size=16, vocab_size=9) for type in TYPES]
+SHAPE = SHAPES[TYPES.index("x070")]
 
 
 def test_the_start_is_the_published_one() -> None:
@@ -48,30 +49,33 @@ def test_a_rank_above_the_width_scales_its_matrix() -> None:
 
 
 @pytest.mark.parametrize(("n_layer", "n_embd", "head_size"), [(1, 64, 64), (1, 16, 16), (2, 32, 8), (1, 2, 1)])
-def test_every_shape_starts_finite(n_layer: int, n_embd: int, head_size: int) -> None:
-    shape = fresh_shape("x070", n_layer=n_layer, n_embd=n_embd, head_size=head_size, vocab_size=3)
+@pytest.mark.parametrize("type", TYPES)
+def test_every_shape_starts_finite(type: str, n_layer: int, n_embd: int, head_size: int) -> None:
+    shape = fresh_shape(type, n_layer=n_layer, n_embd=n_embd, head_size=head_size, vocab_size=3)
     model = build_model(shape)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(model).values())
     assert bool(torch.isfinite(model(torch.zeros(1, 4, dtype=torch.int64))).all())
 
 
-def test_a_start_depends_on_seed_and_name_alone() -> None:
-    one, same, other = (weights(build_model(SHAPE, seed=seed)) for seed in (4, 4, 5))
-    for name, parameter in parameter_shapes(SHAPE).items():
+@pytest.mark.parametrize("shape", SHAPES, ids=TYPES)
+def test_a_start_depends_on_seed_and_name_alone(shape: ModelShape) -> None:
+    one, same, other = (weights(build_model(shape, seed=seed)) for seed in (4, 4, 5))
+    for name, parameter in parameter_shapes(shape).items():
         assert torch.equal(one[name], same[name])
-        assert torch.equal(one[name], initial_value(name, parameter.shape, shape=SHAPE, seed=4))
+        assert torch.equal(one[name], initial_value(name, parameter.shape, shape=shape, seed=4))
     assert not torch.equal(one["head.weight"], other["head.weight"])
     assert not torch.equal(one["blocks.0.att.receptance.weight"], one["blocks.1.att.receptance.weight"])
 
 
-def test_the_modules_hold_exactly_the_table_of_shapes() -> None:
-    model = build_model(SHAPE)
-    table = parameter_shapes(SHAPE)
+@pytest.mark.parametrize("shape", SHAPES, ids=TYPES)
+def test_the_modules_hold_exactly_the_table_of_shapes(shape: ModelShape) -> None:
+    model = build_model(shape)
+    table = parameter_shapes(shape)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {n: p.shape for n, p in table.items()}
     assert list(weights(model)) == list(table)
     assert {name for name, _ in model.named_buffers()} == {n for n, p in table.items() if p.group == UNTRAINED}
-    assert set(parameter_groups(SHAPE)) == set(model.state_dict())
+    assert set(parameter_groups(shape)) == set(model.state_dict())
 
 
 def test_weights_round_trip_with_and_without_the_unused_ones() -> None:
@@ -126,3 +130,12 @@ def test_weights_that_do_not_fit_change_nothing_and_are_all_named() -> None:
 def test_an_impossible_dropout_is_a_value_error(dropout: float) -> None:
     with pytest.raises(ValueError, match="dropout must be"):
         build_model(SHAPE, dropout=dropout)
+
+
+@pytest.mark.parametrize("type", ["x052", "x060"])
+def test_the_earlier_generations_may_lack_nothing(type: str) -> None:
+    shape = SHAPES[TYPES.index(type)]
+    given = dict(weights(build_model(shape, seed=8)))
+    del given["blocks.1.att.time_faaaa"]
+    with pytest.raises(CheckpointError, match=rf"this {type} model: blocks.1.att.time_faaaa is missing"):
+        load_state(build_model(shape, seed=None), given)

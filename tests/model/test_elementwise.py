@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rwkv_spec.model.elementwise import key_and_removal, mix_with_previous, squared_relu
+from rwkv_spec.model.elementwise import (
+    difference_to_previous,
+    key_and_removal,
+    mix_with_previous,
+    squared_relu,
+)
 
 HEAD_SIZE = 4
 
@@ -46,6 +51,27 @@ def test_mixing_equals_the_plain_formula(num_weights: int, has_first: bool, has_
         torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(plain, leaves, upstream), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_first", [False, True])
+@pytest.mark.parametrize("has_starts", [False, True])
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_difference_equals_mixing_with_weight_one(has_first: bool, has_starts: bool, length: int) -> None:
+    x, first = _random(2, length, 8), _random(2, 8, seed=20) if has_first else None
+    starts = torch.zeros(2, length, dtype=torch.bool)
+    starts[0, 0] = starts[1, length // 2] = True
+    marks = starts if has_starts else None
+    leaves = [x] if first is None else [x, first]
+    upstream = _random(2, length, 8, seed=40).detach()
+    before = upstream.clone()
+    ours = difference_to_previous(x, first_BC=first, starts_BT=marks)
+    (plain,) = _plain_mix(x, [torch.ones(1, 1, 8, dtype=torch.float64)], first, marks)
+    torch.testing.assert_close(ours, plain - x, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        torch.autograd.grad(ours, leaves, upstream), torch.autograd.grad(plain - x, leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert torch.equal(upstream, before)
 
 
 def _plain_keys(key: Tensor, rate: Tensor, k_k: Tensor, k_a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,6 +118,9 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(
         lambda *t: mix_with_previous(t[0], [t[1]], first_BC=t[2], starts_BT=starts, dtype=torch.float64),
         (x, weight, first),
+    )
+    assert torch.autograd.gradcheck(
+        lambda *t: difference_to_previous(t[0], first_BC=t[1], starts_BT=starts), (x, first)
     )
     assert torch.autograd.gradcheck(
         lambda *t: key_and_removal(*t, head_size=HEAD_SIZE),

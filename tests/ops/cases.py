@@ -1,4 +1,4 @@
-"""Inputs for wkv7 that a model can emit, and three ways to all results: float64 reference, C interface, autograd."""
+"""Inputs that a model can emit for each recurrence, and three ways to all results: float64, C interface, autograd."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rwkv_spec.ops.build import CHUNK_LENGTH, NoCompiler, find_compiler
 from rwkv_spec.ops.recurrence import RECURRENCES
-from rwkv_spec.ops.reference import wkv7_reference
-from rwkv_spec.ops.wkv import wkv7
+from rwkv_spec.ops.wkv import REFERENCES, wkv5, wkv6, wkv7
 
 GATE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-RESULTS = ("y", "state", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
+OPERATORS = {"wkv5": wkv5, "wkv6": wkv6, "wkv7": wkv7}
+
+every_operator = pytest.mark.parametrize("operator", list(OPERATORS))
 
 
 def why_no_compiler() -> str:
@@ -32,34 +33,62 @@ compiled = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs that a model can emit, rounded to the dtype under test, and what flows into the outputs."""
+    """Inputs that a model can emit, rounded to the dtype under test, the state last; what flows into the outputs."""
 
+    operator: str
     inputs: tuple[Tensor, ...]
     starts: Tensor | None
     dy: Tensor
     dstate_out: Tensor
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of all results, in their order."""
+        return ("y", "state", *(f"d{name}" for name in RECURRENCES[self.operator].inputs), "dstate")
+
+    def double(self) -> Case:
+        inputs = tuple(x.double() for x in self.inputs)
+        return Case(self.operator, inputs, self.starts, self.dy.double(), self.dstate_out.double())
+
 
 def make_case(
-    T: int, N: int, dtype: torch.dtype, *, B: int = 2, H: int = 2, starts: bool = True, seed: int = 0
+    T: int,
+    N: int,
+    dtype: torch.dtype,
+    *,
+    operator: str = "wkv7",
+    B: int = 2,
+    H: int = 2,
+    starts: bool = True,
+    seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed * 1000 + T * 200 + N)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    def argument(name: str, *shape: int) -> Tensor:
+        if name == "w_raw":
+            return torch.rand(shape, generator=generator) * 20 - 12
+        if name == "a":
+            return -kappa
+        return kappa * torch.sigmoid(normal(*shape)) if name == "b" else normal(*shape)
+
     kappa = torch.nn.functional.normalize(normal(B, T, H, N), dim=-1)
-    w_raw = torch.rand((B, T, H, N), generator=generator) * 20 - 12
-    b = kappa * torch.sigmoid(normal(B, T, H, N))
-    inputs = [normal(B, T, H, N), w_raw, normal(B, T, H, N), normal(B, T, H, N), -kappa, b]
+    recurrence = RECURRENCES[operator]
+    tokens = [argument(name, B, T, H, N).to(dtype) for name in recurrence.tokens]
+    heads = [argument(name, H, N) for name in recurrence.heads]
     flags = torch.rand((B, T), generator=generator) < 0.1
-    # A first token that starts anew, one in a chunk and one on a chunk's border are always among them.
-    flags[0, 0] = True
+    # A first token that starts anew, one in a chunk and one on a chunk's border are always among them; and a sequence
+    # that goes on from the initial state.
+    flags[-1, 0] = False
+    flags[0, 0] = B > 1
     flags[-1, T // 2] = True
     if T > CHUNK_LENGTH:
         flags[0, CHUNK_LENGTH] = True
     return Case(
-        (*(x.to(dtype) for x in inputs), normal(B, H, N, N)),
+        operator,
+        (*tokens, *heads, normal(B, H, N, N)),
         flags if starts else None,
         normal(B, T, H, N).to(dtype),
         normal(B, H, N, N),
@@ -68,7 +97,7 @@ def make_case(
 
 def expected(case: Case) -> tuple[Tensor, ...]:
     leaves = [x.double().requires_grad_() for x in case.inputs]
-    outputs = wkv7_reference(*leaves, starts_BT=case.starts)
+    outputs = REFERENCES[case.operator](*leaves, starts_BT=case.starts)
     gradients = torch.autograd.grad(outputs, leaves, [case.dy.double(), case.dstate_out.double()])
     return tuple(x.detach() for x in (*outputs, *gradients))
 
@@ -80,18 +109,20 @@ def poisoned(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def through_library(library: ctypes.CDLL, case: Case) -> tuple[Tensor, ...]:
     """Outputs and all gradients from the C interface itself, which must fill every place of its NaN-filled outputs."""
     r = case.inputs[0]
-    recurrence = RECURRENCES["wkv7"]
+    recurrence = RECURRENCES[case.operator]
     y, state, *kept = poisoned(recurrence.forward_outputs(r, save=True))
     gradients = poisoned(recurrence.backward_outputs(r, need_dstate_in=True))
-    recurrence.run_cpu(library, "forward", r, (*case.inputs, case.starts), (y, state, *kept))
+    recurrence.run(library, "forward", r, (*case.inputs, case.starts), (y, state, *kept))
     saved = (*case.inputs, case.starts, *kept, case.dy, case.dstate_out)
-    recurrence.run_cpu(library, "backward", r, saved, gradients)
-    return (y, state, *gradients)
+    recurrence.run(library, "backward", r, saved, gradients)
+    # Those of the [H, N] inputs come for each sequence apart.
+    first, last = len(recurrence.tokens), len(recurrence.inputs)
+    return (y, state, *gradients[:first], *(x.sum(dim=0) for x in gradients[first:last]), *gradients[last:])
 
 
 def through_autograd(case: Case, backend: str) -> tuple[Tensor, ...]:
     leaves = [x.detach().clone().requires_grad_() for x in case.inputs]
-    outputs = wkv7(*leaves, starts_BT=case.starts, backend=backend)
+    outputs = OPERATORS[case.operator](*leaves, starts_BT=case.starts, backend=backend)
     gradients = torch.autograd.grad(outputs, leaves, [case.dy, case.dstate_out])
     return tuple(x.detach() for x in (*outputs, *gradients))
 

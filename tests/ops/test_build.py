@@ -233,12 +233,12 @@ def test_without_a_compiler_auto_falls_back_and_says_how_to_get_one(
     monkeypatch.delenv("CXX", raising=False)
     operator_of_this_machine.cache_clear()
     try:
-        backend = resolve_backend("auto", device="cpu", dtype=torch.float32, operator="wkv7")
+        backend = resolve_backend("auto", device="cpu", dtype=torch.float32, operator="wkv7", head_size=64)
         assert backend.name == "torch"
         assert "no C++ compiler on PATH" in backend.reason
         assert "\n" not in backend.reason
         with pytest.raises(KernelError, match=r"no C\+\+ compiler on PATH"):
-            resolve_backend("cpu", device="cpu", dtype=torch.float32, operator="wkv7")
+            resolve_backend("cpu", device="cpu", dtype=torch.float32, operator="wkv7", head_size=64)
         xs = [torch.ones(1, 2, 1, 16) for _ in range(6)]
         assert torch.isfinite(wkv7(*xs)[0]).all()
     finally:

@@ -190,19 +190,21 @@ def test_wrong_tensors_are_named() -> None:
 
 
 def test_a_backend_that_is_not_there_is_named() -> None:
-    with pytest.raises(KernelError, match="choose auto, cpu or torch"):
-        resolve_backend("cuda", device="cpu", dtype=torch.float32, operator="wkv7")
+    with pytest.raises(KernelError, match="choose auto, cpu, cuda or torch"):
+        resolve_backend("opencl", device="cpu", dtype=torch.float32, operator="wkv7", head_size=64)
+    with pytest.raises(KernelError, match="kernels: cuda cannot be used: the device is cpu"):
+        resolve_backend("cuda", device="cpu", dtype=torch.float32, operator="wkv7", head_size=64)
     with pytest.raises(KernelError, match="take float32 and bfloat16, not float64"):
-        resolve_backend("cpu", device="cpu", dtype=torch.float64, operator="wkv7")
-    with pytest.raises(KernelError, match="for the CPU, not for meta"):
-        resolve_backend("cpu", device="meta", dtype=torch.float32, operator="wkv7")
-    assert resolve_backend("auto", device="cpu", dtype=torch.float64, operator="wkv7").name == "torch"
-    assert resolve_backend("torch", device="cpu", dtype=torch.float32, operator="wkv7").name == "torch"
+        resolve_backend("cpu", device="cpu", dtype=torch.float64, operator="wkv7", head_size=64)
+    with pytest.raises(KernelError, match="for the CPU and for CUDA, not for meta"):
+        resolve_backend("cpu", device="meta", dtype=torch.float32, operator="wkv7", head_size=64)
+    assert resolve_backend("auto", device="cpu", dtype=torch.float64, operator="wkv7", head_size=64).name == "torch"
+    assert resolve_backend("torch", device="cpu", dtype=torch.float32, operator="wkv7", head_size=64).name == "torch"
 
 
 @compiled
 def test_the_reason_is_a_sentence_for_a_person() -> None:
-    backend = resolve_backend("auto", device="cpu", dtype=torch.bfloat16, operator="wkv7")
+    backend = resolve_backend("auto", device="cpu", dtype=torch.bfloat16, operator="wkv7", head_size=64)
     assert backend.name == "cpu"
     assert backend.reason.startswith("compiled CPU kernel, ")
 

@@ -182,7 +182,14 @@ def test_the_share_of_a_process_and_its_micro_batches() -> None:
 def test_auto_halves_until_the_activations_fit() -> None:
     def need(micro: int) -> int:
         return activation_bytes(
-            micro * 8, n_layer=3, n_embd=128, head_size=64, vocab_size=361, precision="fp32", dropout=False
+            micro * 8,
+            type="x070",
+            n_layer=3,
+            n_embd=128,
+            head_size=64,
+            vocab_size=361,
+            precision="fp32",
+            dropout=False,
         )
 
     spec = spec_of(train={"steps": 1, "ctx_len": 8, "batch_size": 21})

@@ -42,7 +42,7 @@ SPECS = [
     "optimizer: {eps: 1e-18, lr: 1.2345678901234567e-3}\n"
     + TAIL,
     "data: {train: a}\ntrain: {steps: 1}\ntokenizer: {type: vocab, path: v.txt}\n"
-    "checkpoint: {path: c.pth, dropout: 0.5}\n",
+    "checkpoint: {path: c.pth, dropout: 0.5, resize_vocab: true}\n",
     "data: {train: a}\ntrain: {steps: 1}\ntokenizer: {type: integer, max_value: 9}\ncheckpoint: {path: c.pth}\n",
 ]  # fmt: skip
 DERIVED: dict[str, object] = {
@@ -101,7 +101,17 @@ def test_every_value_tells_where_it_comes_from(tmp_path: Path) -> None:
 
 def test_every_key_is_there(tmp_path: Path) -> None:
     text = resolved_yaml(spec_of(tmp_path, SPECS[1]), {})
-    absent = {"max_value", "path", "vocab_size", "fraction", "documents", "steps", "tokens", "checkpoint"}
+    absent = {
+        "max_value",
+        "path",
+        "vocab_size",
+        "fraction",
+        "documents",
+        "steps",
+        "tokens",
+        "checkpoint",
+        "resize_vocab",
+    }
     for key in keys():
         name = key.rpartition(".")[2]
         assert name in absent or f"{name}:" in text or f"{name}: " in text, key

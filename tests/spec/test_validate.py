@@ -189,3 +189,18 @@ def test_the_settings_of_the_published_trace_are_a_spec() -> None:
         }
     )
     assert spec.train.tokens == 30720
+
+
+def test_world_takes_a_path_or_none(tmp_path: Path) -> None:
+    spec = validate(changed(tokenizer={"type": "world"}))
+    assert spec.tokenizer is not None and spec.tokenizer.path is None
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "version: 1\ndata: {train: a}\ntokenizer: {type: world, path: v.txt}\nmodel: {n_layer: 1, n_embd: 64}\n"
+        "train: {steps: 1}\n"
+    )
+    spec = validate(path)
+    assert spec.tokenizer is not None and spec.tokenizer.path == tmp_path / "v.txt"
+    # A new type drops the keys that only the old one has.
+    spec = validate(changed(tokenizer={"type": "integer", "max_value": 9}), ["tokenizer.type=world"])
+    assert spec.tokenizer is not None and (spec.tokenizer.type, spec.tokenizer.max_value) == ("world", None)

@@ -2,95 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rwkv_spec.errors import DataError
 from rwkv_spec.tokenizer.build import Recipe, build_tokenizer, recipe_of
 from rwkv_spec.tokenizer.protocol import EncodeError
-from rwkv_spec.tokenizer.trie import Trie
 from rwkv_spec.tokenizer.vocab import GenericTokenizer, VocabTokenizer, create_vocab_file_from_tokens
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "tokenizer_golden.json"
-
-
-@cache
-def world() -> VocabTokenizer:
-    found = importlib.util.find_spec("rwkv")
-    if found is None or found.submodule_search_locations is None:
-        pytest.skip("the rwkv package, which carries the World vocabulary, is not installed")
-    return VocabTokenizer(Path(found.submodule_search_locations[0]) / "rwkv_vocab_v20230424.txt")
-
-
-def write(path: Path, text: str | bytes) -> Path:
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def test_the_world_vocabulary_encodes_as_published() -> None:
-    cases = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    for case in cases:
-        if "text" in case:
-            assert world().encode(case["text"]) == case["ids"]
-            assert world().decode(case["ids"]) == case["text"]
-        else:
-            data = bytes.fromhex(case["bytes_hex"])
-            assert world().encode_bytes(data) == case["ids"]
-            assert world().decode_bytes(case["ids"]) == data
-    texts = [case["text"] for case in cases if "text" in case]
-    ids, sizes = world().encode_many(texts)
-    assert ids.tolist() == [token for case in cases if "text" in case for token in case["ids"]]
-    assert sizes.tolist() == [len(case["ids"]) for case in cases if "text" in case]
-    assert (world().vocab_size, world().num_missing_ids) == (65530, 0)
-
-
-def test_saving_the_world_vocabulary_gives_the_published_file(tmp_path: Path) -> None:
-    world().save_vocab(tmp_path / "vocab.txt")
-    assert (tmp_path / "vocab.txt").read_bytes() == world().path.read_bytes().replace(b"\r\n", b"\n")
-
-
-def test_long_texts_are_matched_across_chunks() -> None:
-    # 128 spaces are one token: a chunk border inside a run of them must not cut it.
-    text = "x" + " " * 200_003 + "y" + "The Eiffel tower " * 9000
-    ids = world().encode(text)
-    assert world().decode(ids) == text
-    assert ids[1:1500] == [65529] * 1499
-
-
-def naive(tokens: dict[int, bytes], data: bytes) -> list[int] | None:
-    by_bytes, ids, at = {token: i for i, token in tokens.items()}, [], 0
-    while at < len(data):
-        size = next((n for n in range(len(data) - at, 0, -1) if data[at : at + n] in by_bytes), None)
-        if size is None:
-            return None
-        ids.append(by_bytes[data[at : at + size]])
-        at += size
-    return ids
-
-
-@given(st.sets(st.text("ab\n\x00é", min_size=1, max_size=6), min_size=1, max_size=12), st.lists(st.text("ab\n\x00é")))
-def test_matching_agrees_with_the_plain_definition(tokens: set[str], texts: list[str]) -> None:
-    table = {i + 1: token.encode() for i, token in enumerate(sorted(tokens))}
-    tokenizer = object.__new__(VocabTokenizer)
-    tokenizer.path, tokenizer._tokens, tokenizer._trie = Path("v.txt"), table, Trie(table)
-    tokenizer._longest_token = max(map(len, table.values()))
-    wanted = [naive(table, text.encode()) for text in texts]
-    for text, ids in zip(texts, wanted, strict=True):
-        if ids is None:
-            with pytest.raises(EncodeError):
-                tokenizer.encode(text)
-        else:
-            assert tokenizer.encode(text) == ids
-    if None not in wanted:
-        ids, sizes = tokenizer.encode_many(texts)
-        assert ids.tolist() == [token for found in wanted for token in found or []]
-        assert sizes.tolist() == [len(found or []) for found in wanted]
+from tests.tokenizer.vocabularies import world, write
 
 
 def test_a_text_without_a_token_is_refused_with_its_place(tmp_path: Path) -> None:
@@ -119,7 +39,6 @@ def test_decoding_names_ids_without_a_token(tmp_path: Path) -> None:
     for ids in ([3], [6], [-1]):
         with pytest.raises(ValueError):
             tokenizer.decode(ids)
-    assert world().decoder().feed(world().encode("é")) == "é"
 
 
 def test_crlf_bom_comments_and_blank_lines_are_accepted(tmp_path: Path) -> None:

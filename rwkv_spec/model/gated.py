@@ -1,0 +1,84 @@
+"""What RWKV-5.2 and RWKV-6 share: the recurrence of one token, the gated ends of both halves, the start of the decay.
+
+The state is [key, value] as published; a token is read before it is taken in, with a bonus of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rwkv_spec.model.block import norm_heads
+from rwkv_spec.model.elementwise import squared_relu
+from rwkv_spec.model.initial import Ramps
+from rwkv_spec.ops.step import step6
+
+
+def recur_once(
+    r_BC: Tensor, w_raw: Tensor, k_BC: Tensor, v_BC: Tensor, u_HN: Tensor, state_BHNN: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token: (y [B, C] in r's dtype, the new state), computed in the state's dtype. `w_raw` is [B, C] or [H, N]."""
+    H, N = u_HN.shape
+    dtype = state_BHNN.dtype
+    decay_xHN1 = torch.exp(-torch.exp(w_raw.to(dtype))).view(-1, H, N, 1)
+    r_BHN, k_BHN, v_BHN = (tensor.to(dtype).view(-1, H, N) for tensor in (r_BC, k_BC, v_BC))
+    bonus_BH11 = (r_BHN * k_BHN * u_HN.to(dtype)).sum(dim=-1)[..., None, None]
+    v_BH1N = v_BHN.unsqueeze(-2)
+    y_BH1N = torch.addcmul(r_BHN.unsqueeze(-2) @ state_BHNN, bonus_BH11, v_BH1N)
+    state_BHNN = torch.addcmul(state_BHNN * decay_xHN1, k_BHN.unsqueeze(-1), v_BH1N)
+    return y_BH1N.view(r_BC.shape).to(r_BC.dtype), state_BHNN
+
+
+def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear) -> Tensor:
+    """The end of the time-mix: group norm, SiLU gate, output matrix."""
+    out_RC: Tensor = output(norm_heads(y_RC, ln_x) * F.silu(gate_RC))
+    return out_RC
+
+
+def step_gated(
+    products_BC: Sequence[Tensor],
+    *,
+    u_HN: Tensor,
+    ln_x: nn.GroupNorm,
+    output: nn.Linear,
+    state_BHNN: Tensor,
+    new_state_BHNN: Tensor,
+    compiled: bool,
+) -> Tensor:
+    """The end of one token's time-mix from r, w_raw, k, v and the gate before its SiLU; fills new_state."""
+    if compiled:
+        weights = (u_HN, ln_x.weight, ln_x.bias)
+        out_BC = step6(products_BC, weights, eps=ln_x.eps, state_BHNN=state_BHNN, new_state_BHNN=new_state_BHNN)
+        projected_BC: Tensor = output(out_BC)
+        return projected_BC
+    r_BC, w_raw, k_BC, v_BC, gate_BC = products_BC
+    with torch.autocast(r_BC.device.type, enabled=False):
+        y_BC, after_BHNN = recur_once(r_BC, w_raw, k_BC, v_BC, u_HN, state_BHNN)
+    new_state_BHNN.copy_(after_BHNN)
+    return gated_output(y_BC, gate_BC, ln_x=ln_x, output=output)
+
+
+def gated_channels(
+    mixed_k: Tensor, mixed_r: Tensor, *, key: nn.Linear, receptance: nn.Linear, value: nn.Linear
+) -> Tensor:
+    """The channel-mix of mixed inputs [..., C]: squared ReLU, and a sigmoid gate on what comes out."""
+    out: Tensor = torch.sigmoid(receptance(mixed_r)) * value(squared_relu(key(mixed_k)))
+    return out
+
+
+def head_vectors_dtype(r: Tensor) -> torch.dtype:
+    """The dtype in which the recurrence takes its vectors a head, and keeps its state."""
+    return torch.float64 if r.dtype == torch.float64 else torch.float32
+
+
+def initial_decay(depth: Ramps) -> Tensor:
+    """time_decay [C]: slow channels first, and more of them the deeper the block lies."""
+    return -6 + 5 * depth.ramp_C ** (0.7 + 1.3 * depth.upward)
+
+
+def initial_bonus(depth: Ramps) -> Tensor:
+    """time_faaaa [C]: a falling ramp and a pattern of three."""
+    return depth.upward * (1 - depth.ramp_C) + 0.1 * ((depth.channel_C + 1) % 3 - 1)
