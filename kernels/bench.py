@@ -1,18 +1,19 @@
 """Times the compiled operators: first the gate, then the clock. A kernel that is wrong is never timed.
 
-python kernels/bench.py                          the two usual shapes
-python kernels/bench.py --shape 4,4096,12,64 --dtype bf16 --threads 2 --write --note "quiet machine"
+python kernels/bench.py                          all operators in the two usual shapes
+python kernels/bench.py --operator wkv6 --shape 4,4096,12,64 --dtype bf16 --threads 2 --write --note "quiet machine"
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from rwkv_spec.errors import UserError
 from rwkv_spec.ops.dropout import dropout, dropout_torch
-from rwkv_spec.ops.reference import wkv7_reference
-from rwkv_spec.ops.wkv import operator_of_this_machine, wkv7
+from rwkv_spec.ops.recurrence import RECURRENCES
+from rwkv_spec.ops.wkv import REFERENCES, Operator, operator_of_this_machine, wkv5, wkv6, wkv7
 
 # Error ratio = RMS error / RMS of the reference in float64.
 GATES = {"fp32": 1e-6, "bf16": 4e-3}
@@ -32,7 +33,10 @@ GATE_TIMES = (1, 15, 16, 17, 33, 257)
 SHAPES = ((16, 512, 2, 64), (8, 1024, 12, 64))
 PAGE = Path(__file__).parent / "BENCH.md"
 
-Operator = Callable[..., tuple[Tensor, Tensor]]
+COMPILED: dict[str, Operator] = {
+    name: functools.partial(operator, backend="cpu")
+    for name, operator in (("wkv5", wkv5), ("wkv6", wkv6), ("wkv7", wkv7))
+}
 
 
 @dataclass(frozen=True)
@@ -51,46 +55,53 @@ class Row:
         return call_us / (B * T * H)
 
 
-def make_inputs(B: int, T: int, H: int, N: int, dtype: torch.dtype) -> list[Tensor]:
-    """r, w_raw, k, v, a, b and a state as a model gives them."""
+def make_inputs(name: str, B: int, T: int, H: int, N: int, dtype: torch.dtype) -> list[Tensor]:
+    """What a recurrence takes, as a model gives it; the state last."""
     generator = torch.Generator().manual_seed(T)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    def argument(name: str, *shape: int) -> Tensor:
+        if name == "w_raw":
+            return torch.rand(shape, generator=generator) * 20 - 12
+        if name == "a":
+            return -kappa
+        return kappa * torch.sigmoid(normal(*shape)) if name == "b" else normal(*shape)
+
     kappa = torch.nn.functional.normalize(normal(B, T, H, N), dim=-1)
-    w_raw = torch.rand((B, T, H, N), generator=generator) * 20 - 12
-    rest = (normal(B, T, H, N), normal(B, T, H, N), -kappa, kappa * torch.sigmoid(normal(B, T, H, N)))
-    return [*(x.to(dtype) for x in (normal(B, T, H, N), w_raw, *rest)), normal(B, H, N, N)]
+    tokens = [argument(name, B, T, H, N).to(dtype) for name in RECURRENCES[name].tokens]
+    return [*tokens, *(argument(name, H, N) for name in RECURRENCES[name].heads), normal(B, H, N, N)]
 
 
 def error_ratio(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
-def gate_wkv7(operator: Operator, *, head_size: int, dtype: str) -> list[str]:
+def gate_recurrence(name: str, operator: Operator, *, head_size: int, dtype: str) -> list[str]:
     """What is wrong with the operator: one line for each result over its gate; empty where it may be timed."""
-    names = ("y", "state", "dr", "dw_raw", "dk", "dv", "da", "db", "dstate")
+    results_of = ("y", "state", *(f"d{argument}" for argument in RECURRENCES[name].inputs), "dstate")
     red = []
     for T in GATE_TIMES:
-        inputs = make_inputs(2, T, 2, head_size, DTYPES[dtype])
+        inputs = make_inputs(name, 2, T, 2, head_size, DTYPES[dtype])
         starts = torch.zeros(2, T, dtype=torch.bool)
         starts[0, T // 3] = True
         dy = torch.randn(2, T, 2, head_size, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
         results = []
         for function, leaves in (
             (operator, [x.clone().requires_grad_() for x in inputs]),
-            (wkv7_reference, [x.double().requires_grad_() for x in inputs]),
+            (REFERENCES[name], [x.double().requires_grad_() for x in inputs]),
         ):
             y, state = function(*leaves, starts_BT=starts)
-            loss = (y * dy.to(y.dtype)).sum() + (state * inputs[6].to(state.dtype)).sum()
+            loss = (y * dy.to(y.dtype)).sum() + (state * inputs[-1].to(state.dtype)).sum()
             gradients = torch.autograd.grad(loss, leaves)
             results.append([x.detach() for x in (y, state, *gradients)])
-        for name, got, want in zip(names, *results, strict=True):
+        for result, got, want in zip(results_of, *results, strict=True):
             ratio = error_ratio(got, want)
             # Written so that a result that is not a number is red too.
             if not ratio < GATES[dtype]:
-                red.append(f"wkv7 {dtype} N={head_size} T={T}: {name} error ratio {ratio:.1e}, gate {GATES[dtype]:.0e}")
+                place = f"{name} {dtype} N={head_size} T={T}"
+                red.append(f"{place}: {result} error ratio {ratio:.1e}, gate {GATES[dtype]:.0e}")
     return red
 
 
@@ -117,24 +128,29 @@ def clock(function: Callable[[], object], seconds: float) -> list[float]:
     return samples
 
 
-def time_shape(shape: tuple[int, int, int, int], dtype: str, seconds: float) -> list[Row]:
+def jobs_of(name: str, shape: tuple[int, int, int, int], dtype: str) -> list[tuple[str, Callable[[], object]]]:
+    """What is timed of an operator, by the names of the rows."""
     B, T, H, N = shape
-    *inputs, _ = make_inputs(*shape, DTYPES[dtype])
     operators = torch.ops.rwkv_spec
-    y, _, *kept = operators.wkv7_forward(*inputs, None, None, True)
-    x_BTC = inputs[0].reshape(B, T, H * N)
-    seed_B = torch.arange(B)
-    jobs: list[tuple[str, Callable[[], object]]] = [
-        ("wkv7 forward, no gradients", lambda: operators.wkv7_forward(*inputs, None, None, False)),
-        ("wkv7 forward", lambda: operators.wkv7_forward(*inputs, None, None, True)),
-        ("wkv7 backward", lambda: operators.wkv7_backward(*inputs, None, None, *kept, y, None, False)),
-        ("dropout", lambda: operators.dropout(x_BTC, seed_B, 0.1, 0, 0)),
+    if name == "dropout":
+        x_BTC, seed_B = torch.randn(B, T, H * N).to(DTYPES[dtype]), torch.arange(B)
+        return [("dropout", lambda: operators.dropout(x_BTC, seed_B, 0.1, 0, 0))]
+    *inputs, _ = make_inputs(name, *shape, DTYPES[dtype])
+    forward, backward = getattr(operators, f"{name}_forward"), getattr(operators, f"{name}_backward")
+    y, _, *kept = forward(*inputs, None, None, True)
+    return [
+        (f"{name} forward, no gradients", lambda: forward(*inputs, None, None, False)),
+        (f"{name} forward", lambda: forward(*inputs, None, None, True)),
+        (f"{name} backward", lambda: backward(*inputs, None, None, *kept, y, None, False)),
     ]
+
+
+def time_shape(name: str, shape: tuple[int, int, int, int], dtype: str, seconds: float) -> list[Row]:
     rows = []
-    for name, job in jobs:
+    for row_name, job in jobs_of(name, shape, dtype):
         samples = clock(job, seconds)
         low, median, high = statistics.quantiles(samples, n=4)
-        rows.append(Row(name, shape, dtype, median, (low, high), min(samples)))
+        rows.append(Row(row_name, shape, dtype, median, (low, high), min(samples)))
     return rows
 
 
@@ -184,9 +200,10 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     return B, T, H, N
 
 
-def main(arguments: Sequence[str] | None = None, *, operator: Operator | None = None) -> int:
-    """Exit status 0; 1 where the gate is red; 2 where the user can fix it. `operator` takes the place of wkv7 there."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Gates, then times the compiled operators.")
+    names = [*COMPILED, "dropout"]
+    parser.add_argument("--operator", choices=names, action="append", help="may be given several times; default: all")
     parser.add_argument("--shape", type=parse_shape, action="append", help="B,T,H,N; may be given several times")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="default: both")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -194,26 +211,44 @@ def main(arguments: Sequence[str] | None = None, *, operator: Operator | None = 
     parser.add_argument("--write", action="store_true", help=f"append the rows to {PAGE.name}")
     parser.add_argument("--note", default="", help="what the machine was doing")
     options = parser.parse_args(arguments)
-    shapes, dtypes = options.shape or SHAPES, options.dtype or list(DTYPES)
+    options.operator = options.operator or names
+    options.shape, options.dtype = options.shape or list(SHAPES), options.dtype or list(DTYPES)
+    return options
+
+
+def gate(options: argparse.Namespace, operators: Mapping[str, Operator]) -> list[str]:
+    red = []
+    head_sizes = sorted({shape[3] for shape in options.shape})
+    for name in options.operator:
+        for dtype in options.dtype:
+            if name == "dropout":
+                red += gate_dropout(dtype)
+                continue
+            for head_size in head_sizes:
+                red += gate_recurrence(name, operators[name], head_size=head_size, dtype=dtype)
+    return red
+
+
+def main(arguments: Sequence[str] | None = None, *, operators: Mapping[str, Operator] = COMPILED) -> int:
+    """Exit status 0; 1 where the gate is red; 2 where the user can fix it. `operators` go through the gate."""
+    options = parse(arguments)
     torch.set_num_threads(options.threads)
-    gated = operator or (lambda *xs, starts_BT: wkv7(*xs, starts_BT=starts_BT, backend="cpu"))
     try:
-        red = [line for dtype in dtypes for line in gate_dropout(dtype)]
-        for head_size in sorted({shape[3] for shape in shapes}):
-            red += [line for dtype in dtypes for line in gate_wkv7(gated, head_size=head_size, dtype=dtype)]
+        red = gate(options, operators)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     if red:
         print("\n".join([*red, "the gate is red: nothing was timed"]), file=sys.stderr)
         return 1
-    for dtype in dtypes:
-        for shape in shapes:
-            lines = table_rows(time_shape(shape, dtype, options.seconds), options.note)
-            print("\n".join(lines), flush=True)
-            if options.write:
-                with PAGE.open("a", encoding="utf-8") as file:
-                    file.write("\n".join(lines) + "\n")
+    for dtype in options.dtype:
+        for shape in options.shape:
+            for name in options.operator:
+                lines = table_rows(time_shape(name, shape, dtype, options.seconds), options.note)
+                print("\n".join(lines), flush=True)
+                if options.write:
+                    with PAGE.open("a", encoding="utf-8") as file:
+                        file.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -103,6 +103,7 @@ def draws(
     del start
     here = list(range(len(rows)))
     tokens: list[int] = []
+    is_own = False
     while True:
         going = [place for place, row in enumerate(here) if rows[row].stopped_by is None]
         if not going:
@@ -114,7 +115,10 @@ def draws(
         if tokens:
             # Turned off call by call: a context held open here would leak to the caller between two tokens.
             with torch.no_grad():
-                logits_BV, state = model.step(torch.tensor(tokens, device=logits_BV.device), state)
+                # The first step makes a State of its own, which the others write over: the start belongs to the caller.
+                out = state if is_own else None
+                logits_BV, state = model.step(torch.tensor(tokens, device=logits_BV.device), state, out=out)
+            is_own = True
         tokens, logprobs = sample(
             logits_BV[:, :num_ids],
             sampling=sampling,

@@ -36,7 +36,7 @@ class History:
             self._counts[place] += 1.0
             self._is_generated[place] = True
 
-    def penalise(self, logits_V: NDArray[np.float64]) -> None:
+    def penalise(self, logits_V: NDArray[np.float32] | NDArray[np.float64]) -> None:
         """Change the logits of the next token in place."""
         num_held = len(self._places)
         ids, counts, generated = self._ids[:num_held], self._counts[:num_held], self._is_generated[:num_held]

@@ -17,6 +17,8 @@ from torch import Tensor
 from rwkv_spec.generation.penalty import History
 
 _MAX_SEED = (1 << 63) - 1
+# As many of the likeliest tokens hold most of the probability of most texts.
+_FIRST_LOOK = 256
 # Far beyond the range of any model's logits, and far from overflowing.
 _LARGEST_PENALTY = 1000.0
 
@@ -109,13 +111,16 @@ def sample(
     """
     if logits_BV.shape[0] != len(numbers):
         raise ValueError(f"{logits_BV.shape[0]} rows of logits need as many numbers, got {len(numbers)}")
-    # float64 on the CPU: a sum of 65536 probabilities keeps its digits, and every device draws the same tokens.
-    logits_BV = logits_BV.detach().to(device="cpu", dtype=torch.float64)
-    if not bool(torch.isfinite(logits_BV).all()):
+    wide = torch.float64 if logits_BV.dtype == torch.float64 else torch.float32
+    logits_BV = logits_BV.detach().to(device="cpu", dtype=wide)
+    least, most_B1 = logits_BV.amin(), logits_BV.amax(dim=-1, keepdim=True)
+    if not (math.isfinite(float(least)) and bool(torch.isfinite(most_B1).all())):
         raise NonFiniteLogits("the model gives logits that are not finite numbers, so that no token can be chosen")
     penalised_BV = _penalised(logits_BV, histories)
     tokens_B = penalised_BV.argmax(dim=-1) if sampling.temperature == 0 else _draw(penalised_BV, sampling, numbers)
-    logprobs_B = logits_BV.gather(1, tokens_B[:, None]).squeeze(1) - logits_BV.logsumexp(dim=-1)
+    # A sum of 65536 probabilities keeps its digits in float64 only.
+    total_B = (logits_BV - most_B1).exp_().sum(dim=-1, dtype=torch.float64)
+    logprobs_B = (logits_BV.gather(1, tokens_B[:, None]) - most_B1).squeeze(1).double() - total_B.log()
     return tokens_B.tolist(), logprobs_B.tolist()
 
 
@@ -130,17 +135,45 @@ def _penalised(logits_BV: Tensor, histories: Sequence[History | None] | None) ->
 
 
 def _draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[float]) -> Tensor:
-    # Stable order: equal logits keep the order of their ids, and the largest comes first.
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        sorted_BV, order_BV = sorted_BV[:, : sampling.top_k], order_BV[:, : sampling.top_k]
-    # Taking the largest off first keeps a tiny temperature from overflowing.
-    probabilities_BV = ((sorted_BV - sorted_BV[:, :1]) / sampling.temperature).softmax(dim=-1)
-    cumulative_BV = probabilities_BV.cumsum(dim=-1)
+    # Taking the largest off first keeps a tiny temperature from overflowing; a tinier one would be zero in float32.
+    scaled_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / max(sampling.temperature, 1e-30)
+    if sampling.top_k == 0 and sampling.top_p == 1.0:
+        return _place(scaled_BV.exp(), torch.tensor(numbers, dtype=torch.float64))
+    rows = [_draw_from_top(*row, sampling) for row in zip(scaled_BV, numbers, strict=True)]
+    return torch.stack(rows)
+
+
+def _draw_from_top(scaled_V: Tensor, number: float, sampling: Sampling) -> Tensor:
+    order_K = _largest(scaled_V, sampling)
+    weights_K = scaled_V[order_K].exp()
+    total = (weights_K if sampling.top_k else scaled_V.exp()).sum(dtype=torch.float64)
     # A token stays if those before it do not yet reach top_p, so that the largest always stays.
-    num_kept_B1 = (cumulative_BV - probabilities_BV < sampling.top_p).sum(dim=-1, keepdim=True)
-    mass_B1 = cumulative_BV.gather(1, num_kept_B1 - 1)
-    drawn_B1 = torch.tensor(numbers, dtype=torch.float64)[:, None]
-    place_B1 = torch.searchsorted(cumulative_BV, drawn_B1 * mass_B1, right=True)
-    # Rounding could place the draw behind the last token that stays.
-    return order_BV.gather(1, torch.minimum(place_B1, num_kept_B1 - 1)).squeeze(1)
+    num_kept = int((weights_K.cumsum(dim=0, dtype=torch.float64) - weights_K < sampling.top_p * total).sum())
+    kept_1K = weights_K[None, :num_kept]
+    return order_K[_place(kept_1K, torch.tensor([number], dtype=torch.float64))[0]]
+
+
+def _largest(scaled_V: Tensor, sampling: Sampling) -> Tensor:
+    """The ids of the largest numbers, largest first, equal ones in the order of ids: top_k, or as many as hold top_p.
+
+    A whole vocabulary is sorted only where its probability is spread over much of it.
+    """
+    num_ids = len(scaled_V)
+    count = min(sampling.top_k or _FIRST_LOOK, num_ids)
+    wanted = 0.0 if sampling.top_k else sampling.top_p * float(scaled_V.exp().sum(dtype=torch.float64))
+    while True:
+        values_K = scaled_V.topk(count).values
+        if count == num_ids or float(values_K.exp().sum(dtype=torch.float64)) > wanted:
+            break
+        count = min(8 * count, num_ids)
+    # What is equal to the last one is taken in too, since topk picks any of them.
+    ids = torch.nonzero(scaled_V >= values_K[-1]).squeeze(1)
+    return ids[scaled_V[ids].sort(descending=True, stable=True).indices[:count]]
+
+
+def _place(weights_BK: Tensor, numbers_B: Tensor) -> Tensor:
+    """The place in each row that its number in [0, 1) falls on, where a place is as wide as its weight."""
+    cumulative_BK = weights_BK.cumsum(dim=-1, dtype=torch.float64)
+    place_B1 = torch.searchsorted(cumulative_BK, numbers_B[:, None] * cumulative_BK[:, -1:], right=True)
+    # Rounding could place the draw behind the last one.
+    return place_B1.squeeze(1).clamp_max(weights_BK.shape[1] - 1)

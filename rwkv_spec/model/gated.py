@@ -1,4 +1,4 @@
-"""What RWKV-5.2 and RWKV-6 share: the recurrence of one token, the gated ends of both halves, the start of the decay.
+"""What RWKV-5.2 and RWKV-6 share: the gated ends of both halves in both forms, and the start of the decay.
 
 The state is [key, value] as published; a token is read before it is taken in, with a bonus of its own.
 """
@@ -14,22 +14,8 @@ from torch import Tensor, nn
 from rwkv_spec.model.block import norm_heads
 from rwkv_spec.model.elementwise import squared_relu
 from rwkv_spec.model.initial import Ramps
+from rwkv_spec.ops.reference import wkv6_reference
 from rwkv_spec.ops.step import step6
-
-
-def recur_once(
-    r_BC: Tensor, w_raw: Tensor, k_BC: Tensor, v_BC: Tensor, u_HN: Tensor, state_BHNN: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One token: (y [B, C] in r's dtype, the new state), computed in the state's dtype. `w_raw` is [B, C] or [H, N]."""
-    H, N = u_HN.shape
-    dtype = state_BHNN.dtype
-    decay_xHN1 = torch.exp(-torch.exp(w_raw.to(dtype))).view(-1, H, N, 1)
-    r_BHN, k_BHN, v_BHN = (tensor.to(dtype).view(-1, H, N) for tensor in (r_BC, k_BC, v_BC))
-    bonus_BH11 = (r_BHN * k_BHN * u_HN.to(dtype)).sum(dim=-1)[..., None, None]
-    v_BH1N = v_BHN.unsqueeze(-2)
-    y_BH1N = torch.addcmul(r_BHN.unsqueeze(-2) @ state_BHNN, bonus_BH11, v_BH1N)
-    state_BHNN = torch.addcmul(state_BHNN * decay_xHN1, k_BHN.unsqueeze(-1), v_BH1N)
-    return y_BH1N.view(r_BC.shape).to(r_BC.dtype), state_BHNN
 
 
 def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear) -> Tensor:
@@ -54,11 +40,14 @@ def step_gated(
         out_BC = step6(products_BC, weights, eps=ln_x.eps, state_BHNN=state_BHNN, new_state_BHNN=new_state_BHNN)
         projected_BC: Tensor = output(out_BC)
         return projected_BC
-    r_BC, w_raw, k_BC, v_BC, gate_BC = products_BC
-    with torch.autocast(r_BC.device.type, enabled=False):
-        y_BC, after_BHNN = recur_once(r_BC, w_raw, k_BC, v_BC, u_HN, state_BHNN)
+    *vectors_BC, gate_BC = products_BC
+    one_token = (gate_BC.shape[0], 1, *u_HN.shape)
+    # A decay that all sequences share has none of its own for each.
+    r, w_raw, k, v = (x.view(-1, 1, *u_HN.shape).expand(one_token) for x in vectors_BC)
+    with torch.autocast(gate_BC.device.type, enabled=False):
+        y, after_BHNN = wkv6_reference(r, w_raw, k, v, u_HN, state_BHNN)
     new_state_BHNN.copy_(after_BHNN)
-    return gated_output(y_BC, gate_BC, ln_x=ln_x, output=output)
+    return gated_output(y.reshape(gate_BC.shape), gate_BC, ln_x=ln_x, output=output)
 
 
 def gated_channels(

@@ -6,7 +6,6 @@ Weights bear the published names; the low-rank pairs are used as x @ first @ sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,9 @@ from rwkv_spec.model.block import GROUP_NORM_EPS, norm_heads, product_dtype
 from rwkv_spec.model.elementwise import key_and_removal, mix_with_previous, squared_relu
 from rwkv_spec.model.initial import orthogonal, ramps
 from rwkv_spec.model.shapes import ModelShape
+from rwkv_spec.ops.reference import wkv7_reference
 from rwkv_spec.ops.step import mix_once, step7
 from rwkv_spec.ops.wkv import wkv7
-
-# Log decay is -exp(-1/2) * sigmoid(w_raw), so that a state keeps at least 54.5 % of itself at each token.
-LOG_DECAY_SCALE: Final = -0.6065306597126334
 
 
 class TimeMix7(nn.Module):
@@ -129,24 +126,13 @@ class TimeMix7(nn.Module):
             )
             return self.output(out_BC), v_BC if v_first_BC is None else v_first_BC
         r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, gate_BC = self._project(mixed_BC, v_first_BC)
+        one_token = (x_BC.shape[0], 1, self.num_heads, self.head_size)
         with torch.autocast(x_BC.device.type, enabled=False):
-            y_BC, after_BHNN = self._recur(r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, state_BHNN)
+            r, w_raw, k, v, a, b = (x.view(one_token) for x in (r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC))
+            y_B1HN, after_BHNN = wkv7_reference(r, w_raw, k, v, a, b, state_BHNN)
         new_state_BHNN.copy_(after_BHNN)
-        out_BC = self._finish(y_BC, r_BC, k_BC, v_BC, gate_BC)
+        out_BC = self._finish(y_B1HN.reshape(x_BC.shape), r_BC, k_BC, v_BC, gate_BC)
         return out_BC, v_BC if v_first_BC is None else v_first_BC
-
-    def _recur(
-        self, r_BC: Tensor, w_raw_BC: Tensor, k_BC: Tensor, v_BC: Tensor, a_BC: Tensor, b_BC: Tensor, state_BHNN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        B, dtype = r_BC.shape[0], state_BHNN.dtype
-        rows = (B, self.num_heads, 1, self.head_size)
-        columns = (B, self.num_heads, self.head_size, 1)
-        decay_BC = torch.exp(LOG_DECAY_SCALE * torch.sigmoid(w_raw_BC.to(dtype)))
-        removed_BHN1 = state_BHNN @ a_BC.to(dtype).view(columns)
-        state_BHNN = torch.addcmul(state_BHNN * decay_BC.view(rows), removed_BHN1, b_BC.to(dtype).view(rows))
-        state_BHNN = torch.addcmul(state_BHNN, v_BC.to(dtype).view(columns), k_BC.to(dtype).view(rows))
-        y_BHN1 = state_BHNN @ r_BC.to(dtype).view(columns)
-        return y_BHN1.view(B, -1).to(r_BC.dtype), state_BHNN
 
     def _mix_weights(self) -> tuple[Tensor, ...]:
         return self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g

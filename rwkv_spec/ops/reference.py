@@ -64,7 +64,7 @@ def wkv6_reference(
     dtype = _wide(r_BTHN)
     r, w_raw, k, v, u = (x.to(dtype) for x in (r_BTHN, w_raw_BTHN, k_BTHN, v_BTHN, u_HN))
     state = _first_state(r_BTHN, state_BHNN)
-    decay_BTHN = torch.exp(-torch.exp(w_raw))
+    decay_BTHN = _decay6(w_raw)
     outputs = []
     for t in range(r.shape[1]):
         state = _restarted(state, starts_BT, t)
@@ -140,6 +140,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _decay6(w_raw: Tensor) -> Tensor:
+    """exp(-exp(w_raw)). Long before the bound it is 0, and so is its gradient, which an infinite exp would make NaN."""
+    return torch.exp(-torch.exp(w_raw.clamp(max=30.0)))
+
+
 def _first_state(r_BTHN: Tensor, state_BHNN: Tensor | None) -> Tensor:
     if state_BHNN is not None:
         return state_BHNN.to(_wide(r_BTHN))
@@ -204,5 +209,5 @@ def _chunk6(columns: Sequence[Tensor], S: Tensor, keep: Tensor | None) -> tuple[
             S = S * keep[t]
         bonus = (r[t] * u[t] * k[t]).sum(dim=1, keepdim=True)
         outputs.append(torch.bmm(S.transpose(1, 2), r[t]) + bonus * v[t])
-        S = torch.baddbmm(S * torch.exp(-torch.exp(w_raw[t])), k[t], v[t].transpose(1, 2))
+        S = torch.baddbmm(S * _decay6(w_raw[t]), k[t], v[t].transpose(1, 2))
     return outputs, S

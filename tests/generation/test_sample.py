@@ -208,7 +208,7 @@ def test_a_penalty_changes_the_choice_but_not_the_log_probability() -> None:
     history = sampling.history([1], [True])
     (token,), (logprob,) = sample(logits, sampling=sampling, numbers=[0.0], histories=[history])
     assert token == 2
-    assert logprob == pytest.approx(float(logits.double().log_softmax(dim=-1)[0, 2]), rel=1e-12)
+    assert logprob == pytest.approx(float(logits.double().log_softmax(dim=-1)[0, 2]), rel=1e-6)
     assert logits.tolist() == [[0.0, 2.0, pytest.approx(1.9), -3.0]]
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops.wkv import wkv7
-from tests.ops.cases import compiled
+from tests.ops.cases import OPERATORS, compiled, every_operator
 
 SMALL = ["--shape", "1,20,1,16", "--dtype", "fp32", "--seconds", "0"]
 
@@ -36,14 +35,17 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleTyp
 
 
 @compiled
-def test_a_red_kernel_is_not_timed(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@every_operator
+def test_a_red_kernel_is_not_timed(bench: ModuleType, capsys: pytest.CaptureFixture[str], operator: str) -> None:
     before = bench.PAGE.read_text(encoding="utf-8")
 
     def forgets_the_state(*xs: Tensor, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
-        return wkv7(*xs[:6], xs[6] * 0, starts_BT=starts_BT)
+        return OPERATORS[operator](*xs[:-1], xs[-1] * 0, starts_BT=starts_BT)
 
-    assert bench.main([*SMALL, "--write"], operator=forgets_the_state) == 1
+    arguments = [*SMALL, "--write", "--operator", operator, "--operator", "dropout"]
+    assert bench.main(arguments, operators={operator: forgets_the_state}) == 1
     captured = capsys.readouterr()
+    assert f"{operator} fp32 N=16 T=33: y error ratio" in captured.err
     assert "the gate is red: nothing was timed" in captured.err
     assert captured.out == ""
     assert bench.PAGE.read_text(encoding="utf-8") == before
@@ -55,9 +57,19 @@ def test_a_row_fits_the_table(bench: ModuleType, capsys: pytest.CaptureFixture[s
     lines = bench.PAGE.read_text(encoding="utf-8").splitlines()
     header = next(line for line in lines if line.startswith("| date") and "| operator |" in line)
     rows = [line for line in lines if line.endswith("| a test |")]
-    assert len(rows) == 4
+    assert len(rows) == 10
     assert all(row.count("|") == header.count("|") for row in rows)
     assert capsys.readouterr().out.splitlines() == rows
+
+
+@compiled
+@pytest.mark.parametrize(("operator", "number"), [("wkv5", 3), ("wkv6", 3), ("wkv7", 3), ("dropout", 1)])
+def test_one_operator_alone_is_timed(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], operator: str, number: int
+) -> None:
+    assert bench.main([*SMALL, "--operator", operator]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [f"| {operator}" in row for row in rows] == [True] * number
 
 
 def test_a_wrong_shape_is_refused(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

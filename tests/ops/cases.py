@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rwkv_spec.ops.build import CHUNK_LENGTH, NoCompiler, find_compiler
 from rwkv_spec.ops.recurrence import RECURRENCES
-from rwkv_spec.ops.wkv import REFERENCES, wkv5, wkv6, wkv7
+from rwkv_spec.ops.wkv import REFERENCES, Operator, wkv5, wkv6, wkv7
 
 GATE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
-OPERATORS = {"wkv5": wkv5, "wkv6": wkv6, "wkv7": wkv7}
+OPERATORS: dict[str, Operator] = {"wkv5": wkv5, "wkv6": wkv6, "wkv7": wkv7}
 
 every_operator = pytest.mark.parametrize("operator", list(OPERATORS))
 

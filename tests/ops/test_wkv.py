@@ -1,4 +1,4 @@
-"""The recurrences: every result of the compiled kernels and of the fallbacks against float64, for wkv5, wkv6 and wkv7."""
+"""wkv5, wkv6 and wkv7: every result of the compiled kernels and of the fallbacks against float64."""
 
 from __future__ import annotations
 

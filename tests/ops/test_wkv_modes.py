@@ -1,8 +1,7 @@
-"""wkv7 as a torch operator: bits, pieces, empty inputs, checkpointing, autocast, compile; what it refuses."""
+"""The recurrences as torch operators: bits, pieces, empty inputs, checkpointing, autocast, compile; what it refuses."""
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -13,29 +12,39 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops import wkv
 from rwkv_spec.ops.build import thread_pool
-from rwkv_spec.ops.reference import wkv7_reference
-from rwkv_spec.ops.wkv import resolve_backend, wkv7
+from rwkv_spec.ops.recurrence import RECURRENCES
+from rwkv_spec.ops.wkv import REFERENCES, operator_of_this_machine, resolve_backend
 from tests.ops.cases import (
+    OPERATORS,
     compiled,
     error_ratio,
+    every_operator,
     make_case,
     through_library,
 )
 
 
-@pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
-    return wkv.operator_of_this_machine("wkv7").library
+def zeros(operator: str, B: int, T: int, H: int, N: int) -> list[Tensor]:
+    """An operator's inputs without the state."""
+    recurrence = RECURRENCES[operator]
+    return [*(torch.zeros(B, T, H, N) for _ in recurrence.tokens), *(torch.zeros(H, N) for _ in recurrence.heads)]
+
+
+def part_of(operator: str, inputs: list[Tensor], first: int, stop: int) -> list[Tensor]:
+    """Some of the tokens; what belongs to the heads stays whole."""
+    number = len(RECURRENCES[operator].tokens)
+    return [*(x[:, first:stop] for x in inputs[:number]), *inputs[number:]]
 
 
 # ---- bits, shapes and modes ----
 
 
 @compiled
-def test_thread_counts_give_the_same_bits(library: ctypes.CDLL) -> None:
-    case = make_case(40, 64, torch.float32, B=3, H=5)
+@every_operator
+def test_thread_counts_give_the_same_bits(operator: str) -> None:
+    case = make_case(40, 64, torch.float32, operator=operator, B=3, H=5)
+    library = operator_of_this_machine(operator).library
     before = torch.get_num_threads()
     try:
         results = []
@@ -49,37 +58,47 @@ def test_thread_counts_give_the_same_bits(library: ctypes.CDLL) -> None:
 
 
 @compiled
-def test_pieces_of_a_sequence_give_the_same_bits_as_the_whole() -> None:
-    case = make_case(40, 32, torch.float32)
+@every_operator
+def test_pieces_of_a_sequence_give_the_same_bits_as_the_whole(operator: str) -> None:
+    case = make_case(40, 32, torch.float32, operator=operator)
+    function = OPERATORS[operator]
     *inputs, state = case.inputs
-    whole, last = wkv7(*inputs, state, starts_BT=case.starts, backend="cpu")
+    whole, last = function(*inputs, state, starts_BT=case.starts, backend="cpu")
     pieces = []
     assert case.starts is not None
     for first, stop in ((0, 16), (16, 17), (17, 40)):
-        part = [x[:, first:stop] for x in inputs]
-        y, state = wkv7(*part, state, starts_BT=case.starts[:, first:stop], backend="cpu")
+        part = part_of(operator, inputs, first, stop)
+        y, state = function(*part, state, starts_BT=case.starts[:, first:stop], backend="cpu")
         pieces.append(y)
     assert torch.equal(torch.cat(pieces, dim=1), whole)
     assert torch.equal(state, last)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "torch"])
-def test_no_tokens_and_no_rows_are_allowed(backend: str) -> None:
-    empty = [torch.zeros(2, 0, 1, 16) for _ in range(6)]
-    state = torch.randn(2, 1, 16, 16)
-    y, last = wkv7(*empty, state, backend=backend)
+@every_operator
+def test_no_tokens_and_no_rows_are_allowed(operator: str, backend: str) -> None:
+    function = OPERATORS[operator]
+    empty = [x.requires_grad_() for x in zeros(operator, 2, 0, 1, 16)]
+    state = torch.randn(2, 1, 16, 16, requires_grad=True)
+    y, last = function(*empty, state, backend=backend)
     assert y.shape == (2, 0, 1, 16)
     assert torch.equal(last, state)
-    y, last = wkv7(*(torch.zeros(0, 3, 1, 16) for _ in range(6)), backend=backend)
+    *gradients, dstate = torch.autograd.grad(
+        last, [*empty, state], state.detach(), allow_unused=True, materialize_grads=True
+    )
+    assert torch.equal(dstate, state)
+    assert all(x.shape == like.shape and not x.any() for x, like in zip(gradients, empty, strict=True))
+    y, last = function(*zeros(operator, 0, 3, 1, 16), backend=backend)
     assert (y.shape, last.shape) == ((0, 3, 1, 16), (0, 1, 16, 16))
 
 
 @compiled
-def test_a_start_clears_even_a_state_that_is_not_a_number() -> None:
-    *inputs, state = make_case(20, 16, torch.float32).inputs
+@every_operator
+def test_a_start_clears_even_a_state_that_is_not_a_number(operator: str) -> None:
+    *inputs, state = make_case(20, 16, torch.float32, operator=operator).inputs
     starts = torch.zeros(2, 20, dtype=torch.bool)
     starts[:, 7] = True
-    y, last = wkv7(*inputs, torch.full_like(state, float("nan")), starts_BT=starts, backend="cpu")
+    y, last = OPERATORS[operator](*inputs, torch.full_like(state, float("nan")), starts_BT=starts, backend="cpu")
     assert torch.isnan(y[:, :7]).all()
     assert torch.isfinite(y[:, 7:]).all()
     assert torch.isfinite(last).all()
@@ -87,39 +106,53 @@ def test_a_start_clears_even_a_state_that_is_not_a_number() -> None:
 
 @compiled
 @pytest.mark.parametrize("which", ["y", "state"])
-def test_a_loss_on_one_output_alone_is_differentiated(which: str) -> None:
-    case = make_case(20, 16, torch.float32)
+@every_operator
+def test_a_loss_on_one_output_alone_is_differentiated(operator: str, which: str) -> None:
+    case = make_case(20, 16, torch.float32, operator=operator)
     results = []
-    for function in (lambda *x: wkv7(*x, backend="cpu"), wkv7_reference):
-        leaves = [x.double() if function is wkv7_reference else x.clone() for x in case.inputs]
-        leaves = [x.requires_grad_() for x in leaves]
-        y, state = function(*leaves)
+    for double in (False, True):
+        leaves = [(x.double() if double else x.clone()).requires_grad_() for x in case.inputs]
+        y, state = REFERENCES[operator](*leaves) if double else OPERATORS[operator](*leaves, backend="cpu")
         loss = (y if which == "y" else state).square().sum()
         results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
-    got, want = results
-    for x, y in zip(got, want, strict=True):
-        assert torch.equal(x, torch.zeros_like(x)) if not y.any() else error_ratio(x, y) < 5e-6
+    for got, want in zip(*results, strict=True):
+        # A state of wkv6 is gone after some tokens: what is left of its gradient is below what a float32 can hold.
+        assert got.abs().max() < 1e-30 if want.abs().max() < 1e-30 else error_ratio(got, want) < 5e-6
 
 
 @compiled
-def test_nothing_is_saved_without_gradients() -> None:
-    inputs = make_case(33, 16, torch.float32).inputs
-    _, _, *kept = torch.ops.rwkv_spec.wkv7_forward(*inputs, None, False)
-    assert [x.numel() for x in kept] == [0, 0]
+@every_operator
+def test_nothing_is_saved_without_gradients(operator: str) -> None:
+    inputs = make_case(33, 16, torch.float32, operator=operator).inputs
+    _, _, *kept = getattr(torch.ops.rwkv_spec, f"{operator}_forward")(*inputs, None, False)
+    assert [x.numel() for x in kept] == [0] * RECURRENCES[operator].num_kept
     leaves = [x.clone().requires_grad_() for x in inputs]
     with torch.no_grad():
-        y, state = wkv7(*leaves, backend="cpu")
+        y, state = OPERATORS[operator](*leaves, backend="cpu")
     assert y.grad_fn is None
     assert state.grad_fn is None
 
 
 @compiled
-def test_checkpointing_gives_the_same_gradients() -> None:
-    case = make_case(20, 16, torch.float32)
+@every_operator
+def test_a_gradient_for_one_input_alone_is_enough(operator: str) -> None:
+    case = make_case(20, 16, torch.float32, operator=operator)
+    leaves = [x.clone().requires_grad_() for x in case.inputs]
+    together = torch.autograd.grad(OPERATORS[operator](*leaves, backend="cpu")[0], leaves, case.dy)
+    for place, gradient in enumerate(together):
+        inputs = [x.clone().requires_grad_(n == place) for n, x in enumerate(case.inputs)]
+        y, _ = OPERATORS[operator](*inputs, backend="cpu")
+        assert torch.equal(torch.autograd.grad(y, inputs[place], case.dy)[0], gradient)
+
+
+@compiled
+@every_operator
+def test_checkpointing_gives_the_same_gradients(operator: str) -> None:
+    case = make_case(20, 16, torch.float32, operator=operator)
     leaves = [x.clone().requires_grad_() for x in case.inputs]
 
     def block(*xs: Tensor) -> Tensor:
-        y, _ = wkv7(*xs, starts_BT=case.starts, backend="cpu")
+        y, _ = OPERATORS[operator](*xs, starts_BT=case.starts, backend="cpu")
         return y
 
     plain = torch.autograd.grad(block(*leaves).square().sum(), leaves)
@@ -128,24 +161,28 @@ def test_checkpointing_gives_the_same_gradients() -> None:
 
 
 @compiled
-def test_autocast_casts_the_inputs() -> None:
-    case = make_case(20, 16, torch.float32)
-    *inputs, state = case.inputs
+@every_operator
+def test_autocast_casts_the_inputs_of_the_tokens(operator: str) -> None:
+    case = make_case(20, 16, torch.float32, operator=operator)
+    number = len(RECURRENCES[operator].tokens)
     with torch.autocast("cpu", torch.bfloat16):
-        y, last = wkv7(*inputs, state, backend="cpu")
+        y, last = OPERATORS[operator](*case.inputs, backend="cpu")
     assert (y.dtype, last.dtype) == (torch.bfloat16, torch.float32)
-    want, _ = wkv7(*(x.bfloat16() for x in inputs), state, backend="cpu")
+    cast = [x.bfloat16() if n < number else x for n, x in enumerate(case.inputs)]
+    want, _ = OPERATORS[operator](*cast, backend="cpu")
     assert torch.equal(y, want)
 
 
 @compiled
-def test_opcheck_passes() -> None:
-    case = make_case(17, 16, torch.float32)
+@every_operator
+def test_opcheck_passes(operator: str) -> None:
+    case = make_case(17, 16, torch.float32, operator=operator)
     leaves = [x.clone().requires_grad_() for x in case.inputs]
-    torch.library.opcheck(torch.ops.rwkv_spec.wkv7_forward.default, (*leaves, case.starts, True))
-    _, _, *kept = torch.ops.rwkv_spec.wkv7_forward(*case.inputs, case.starts, True)
+    forward = getattr(torch.ops.rwkv_spec, f"{operator}_forward").default
+    torch.library.opcheck(forward, (*leaves, case.starts, True))
+    _, _, *kept = forward(*case.inputs, case.starts, True)
     torch.library.opcheck(
-        torch.ops.rwkv_spec.wkv7_backward.default,
+        getattr(torch.ops.rwkv_spec, f"{operator}_backward").default,
         (*case.inputs, case.starts, *kept, case.dy, case.dstate_out, True),
         test_utils=("test_schema", "test_faketensor"),
     )
@@ -153,11 +190,12 @@ def test_opcheck_passes() -> None:
 
 @compiled
 @pytest.mark.filterwarnings("default")
-def test_torch_compile_takes_it_whole() -> None:
-    case = make_case(17, 16, torch.float32)
+@every_operator
+def test_torch_compile_takes_it_whole(operator: str) -> None:
+    case = make_case(17, 16, torch.float32, operator=operator)
 
     def function(*xs: Tensor) -> tuple[Tensor, Tensor]:
-        y, state = wkv7(*xs, starts_BT=case.starts)
+        y, state = OPERATORS[operator](*xs, starts_BT=case.starts)
         return y * 2, state
 
     fast = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -172,11 +210,17 @@ def test_torch_compile_takes_it_whole() -> None:
 # ---- what is refused, and what runs where ----
 
 
-def test_wrong_tensors_are_named() -> None:
-    *inputs, state = make_case(4, 16, torch.float32).inputs
+@every_operator
+def test_wrong_tensors_are_named(operator: str) -> None:
+    *inputs, state = make_case(4, 16, torch.float32, operator=operator).inputs
+    k = RECURRENCES[operator].tokens.index("k")
+
+    def with_k(x: Tensor) -> list[Tensor]:
+        return [*inputs[:k], x, *inputs[k + 1 :]]
+
     bad: list[tuple[str, list[Tensor], Tensor | None, Tensor | None]] = [
-        ("w_raw must have r's shape", [inputs[0], inputs[1][:, :3], *inputs[2:]], None, None),
-        ("k must be float32 as r is, got bfloat16", [*inputs[:2], inputs[2].bfloat16(), *inputs[3:]], None, None),
+        ("k must have r's shape", with_k(inputs[k][:, :3]), None, None),
+        ("k must be float32 as r is, got bfloat16", with_k(inputs[k].bfloat16()), None, None),
         (r"r must be \[B, T, H, N\]", [x[0] for x in inputs], None, None),
         ("r must hold floating-point numbers", [x.long() for x in inputs], None, None),
         ("state must be float32", inputs, state.bfloat16(), None),
@@ -185,8 +229,19 @@ def test_wrong_tensors_are_named() -> None:
         ("starts must be bool", inputs, None, torch.zeros(2, 5, dtype=torch.bool)),
     ]
     for message, xs, s, starts in bad:
-        with pytest.raises(KernelError, match=message):
-            wkv7(*xs, s, starts_BT=starts)
+        with pytest.raises(KernelError, match=f"^{operator}: {message}"):
+            OPERATORS[operator](*xs, s, starts_BT=starts)
+
+
+@pytest.mark.parametrize("operator", ["wkv5", "wkv6"])
+def test_a_wrong_u_is_named(operator: str) -> None:
+    *inputs, u, _ = make_case(4, 16, torch.bfloat16, operator=operator).inputs
+    for wrong, got in ((u.bfloat16(), r"bfloat16 \[2, 16\]"), (u[:1], r"float32 \[1, 16\]"), (u.double(), "float64")):
+        with pytest.raises(KernelError, match=rf"{operator}: u must be float32 \[2, 16\] on cpu, got {got}"):
+            OPERATORS[operator](*inputs, wrong)
+    # In float64 everything is.
+    with pytest.raises(KernelError, match="u must be float64"):
+        OPERATORS[operator](*(x.double() for x in inputs), u)
 
 
 def test_a_backend_that_is_not_there_is_named() -> None:
@@ -210,18 +265,32 @@ def test_the_reason_is_a_sentence_for_a_person() -> None:
 
 
 @compiled
-def test_a_head_size_that_is_not_compiled_falls_back_or_is_refused() -> None:
-    inputs = make_case(3, 24, torch.float32).inputs
-    with pytest.raises(KernelError, match=r"head size 24 is not compiled \(there are 16, 32"):
-        wkv7(*inputs, backend="cpu")
-    assert torch.equal(wkv7(*inputs)[0], wkv7(*inputs, backend="torch")[0])
+@every_operator
+def test_a_head_size_that_is_not_compiled_falls_back_or_is_refused(operator: str) -> None:
+    inputs = make_case(3, 24, torch.float32, operator=operator).inputs
+    with pytest.raises(KernelError, match=rf"{operator}: head size 24 is not compiled \(there are 16, 32"):
+        OPERATORS[operator](*inputs, backend="cpu")
+    assert torch.equal(OPERATORS[operator](*inputs)[0], OPERATORS[operator](*inputs, backend="torch")[0])
 
 
-def test_tensors_that_are_not_contiguous_are_taken() -> None:
-    *inputs, state = make_case(5, 16, torch.float32).inputs
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-    assert not strided[0].is_contiguous()
-    assert torch.equal(wkv7(*strided, state)[0], wkv7(*inputs, state)[0])
+@compiled
+@every_operator
+def test_tensors_that_are_not_contiguous_are_taken(operator: str) -> None:
+    case = make_case(5, 16, torch.float32, operator=operator)
+    results = []
+    for strided in (False, True):
+        leaves = [x.clone().requires_grad_() for x in case.inputs]
+        flows = [case.dy, case.dstate_out]
+        if strided:
+            # The same numbers, the first dimension lying innermost.
+            leaves, flows = (
+                [x.detach().movedim(0, -1).contiguous().movedim(-1, 0) for x in xs] for xs in (leaves, flows)
+            )
+            assert not any(x.is_contiguous() for x in (*leaves, *flows))
+            leaves = [x.requires_grad_() for x in leaves]
+        outputs = OPERATORS[operator](*leaves, backend="cpu")
+        results.append((*outputs, *torch.autograd.grad(outputs, leaves, flows)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 @compiled

@@ -6,8 +6,7 @@ import copy
 import pickle
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -179,21 +178,3 @@ def test_more_ids_than_one_call_finds_are_put_together(tmp_path: Path) -> None:
     with pytest.raises(EncodeError) as caught:
         tokenizer.encode("a" * 3_000_000 + "c")
     assert caught.value.offset == 3_000_000
-
-
-@compiled
-@pytest.mark.parametrize("encode", ["encode", "encode_many"])
-def test_the_world_vocabulary_encodes_twenty_megabytes_a_second(encode: str) -> None:
-    generator = np.random.default_rng(0)
-    words = [world().decode([i]) for i in generator.integers(300, 65000, 30_000).tolist()]
-    texts = [" ".join(generator.choice(words, 2000).tolist()) for _ in range(100)]
-    jobs: dict[str, Callable[[], object]] = {
-        "encode": lambda: [world().encode(text) for text in texts],
-        "encode_many": lambda: world().encode_many(texts),
-    }
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        jobs[encode]()
-        seconds.append(time.process_time() - start)
-    assert sum(len(text.encode()) for text in texts) / min(seconds) > 20e6

@@ -1,0 +1,213 @@
+"""The compiled step form: the numbers of the plain one, for one sequence in one call and for many; nothing stale."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rwkv_spec.errors import KernelError
+from rwkv_spec.model import single as single_module
+from rwkv_spec.model.build import build_model
+from rwkv_spec.model.language_model import LanguageModel, State
+from rwkv_spec.model.shapes import TYPES, ModelShape, fresh_shape
+from rwkv_spec.model.single import SingleSequence
+from rwkv_spec.ops.build import Kernels
+from tests.model.models import VOCAB_SIZE, assert_same_state, compiled_or_skip, random_ids, random_model
+from tests.ops.cases import error_ratio
+
+# Of the root of the mean square: the layers between make more of a rounding than one product does.
+GATE = 2e-5
+every_type = pytest.mark.parametrize("type", TYPES)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler() -> None:
+    compiled_or_skip("x070")
+
+
+def pair(type: str, **sizes: int) -> tuple[LanguageModel, LanguageModel]:
+    """A model whose step form is compiled, and one in plain torch and float64 with the same weights."""
+    compiled = random_model(type, dtype=torch.float32, backend="cpu", **sizes)
+    plain = random_model(type, dtype=torch.float32, backend="torch", **sizes)
+    plain.load_state_dict(compiled.state_dict())
+    return compiled.requires_grad_(False), plain.double().requires_grad_(False)
+
+
+def random_state(model: LanguageModel, batch_size: int) -> State:
+    generator = torch.Generator().manual_seed(3)
+    return State(*(torch.randn(x.shape, generator=generator) for x in model.initial_state(batch_size).tensors))
+
+
+def widened(state: State) -> State:
+    return State(*(x.double() for x in state.tensors))
+
+
+@every_type
+@pytest.mark.parametrize("batch_size", [1, 2, 33])
+@pytest.mark.parametrize(
+    ("n_layer", "n_embd", "head_size"), [(1, 16, 16), (3, 96, 48), (2, 128, 64), (2, 128, 128), (2, 160, 80)]
+)
+def test_it_gives_the_numbers_of_the_plain_form(
+    type: str, batch_size: int, n_layer: int, n_embd: int, head_size: int
+) -> None:
+    model, plain = pair(type, n_layer=n_layer, n_embd=n_embd, head_size=head_size)
+    state = random_state(model, batch_size)
+    expected_state = widened(state)
+    with torch.no_grad():
+        for ids_B in random_ids(3, batch_size):
+            logits, state = model.step(ids_B, state)
+            expected, expected_state = plain.step(ids_B, expected_state)
+            assert error_ratio(logits, expected) < GATE
+    for got, want in zip(state.tensors, expected_state.tensors, strict=True):
+        assert error_ratio(got, want) < GATE
+    # Three tokens of one sequence are one call each, and those of more are none.
+    assert (model._single is not None) == (batch_size == 1)
+
+
+@pytest.mark.parametrize(("decay", "iclr", "value", "gate"), [(1, 1, 1, 1), (5, 67, 3, 130)])
+def test_ranks_of_any_size_are_taken(decay: int, iclr: int, value: int, gate: int) -> None:
+    shape = ModelShape("x070", 2, 64, 32, VOCAB_SIZE, decay, iclr, value, gate, dim_ffn=256)
+    models = [build_model(shape, backend=backend, seed=4).requires_grad_(False) for backend in ("cpu", "torch")]
+    for model in models:
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    state, ids = random_state(models[0], 1), torch.tensor([3])
+    with torch.no_grad():
+        (logits, after), (expected, expected_after) = (model.step(ids, state) for model in models)
+    for got, want in zip((logits, *after.tensors), (expected, *expected_after.tensors), strict=True):
+        assert error_ratio(got, want.double()) < GATE
+
+
+@every_type
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_given_state_is_left_alone_unless_it_is_to_take_the_new_one(type: str, batch_size: int) -> None:
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    state, ids = random_state(model, batch_size), random_ids(1, batch_size)[0]
+    before = state.clone()
+    with torch.no_grad():
+        logits, after = model.step(ids, state)
+        assert_same_state(state, before, tolerance=0.0)
+        again, same = model.step(ids, state, out=state)
+    assert same is state
+    assert torch.equal(logits, again)
+    assert_same_state(state, after, tolerance=0.0)
+
+
+@every_type
+def test_threads_change_no_bit(type: str) -> None:
+    # Wide enough that a second thread is worth its waking.
+    model, _ = pair(type, n_layer=1, n_embd=512, head_size=64)
+    state, threads, results = random_state(model, 1), torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            with torch.no_grad():
+                results.append(model.step(torch.tensor([2]), state))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0][0], results[1][0])
+    assert_same_state(results[0][1], results[1][1], tolerance=0.0)
+
+
+def step_once(model: LanguageModel) -> Tensor:
+    with torch.no_grad():
+        return model.step(torch.tensor([4]), random_state(model, 1))[0]
+
+
+@every_type
+def test_weights_that_are_changed_or_exchanged_are_followed(type: str) -> None:
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    seen = [step_once(model)]
+    first = model._single
+    with torch.no_grad():
+        model.blocks[0].att.key.weight *= 1.5
+    seen.append(step_once(model))
+    assert model._single is first
+    model.blocks[1].ffn.value.weight.data = model.blocks[1].ffn.value.weight.data * 1.5
+    seen.append(step_once(model))
+    model.blocks[1].att.ln_x.bias = nn.Parameter(torch.ones(64))
+    seen.append(step_once(model))
+    model.head = nn.Linear(64, VOCAB_SIZE, bias=False).requires_grad_(False)
+    seen.append(step_once(model))
+    for one, other in pairwise(seen):
+        assert not torch.allclose(one, other, rtol=1e-3)
+    with torch.no_grad():
+        plain = model.__class__(model.shape, dropout=0.0, backend="torch")
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(step_once(plain), seen[-1], rtol=1e-4, atol=1e-4)
+
+
+@every_type
+def test_a_model_can_be_copied_pickled_and_saved_after_a_step(type: str) -> None:
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    expected = step_once(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
+        assert other._single is None
+        assert torch.equal(step_once(other), expected)
+
+
+@every_type
+def test_gradients_other_dtypes_and_strides_take_the_plain_form(type: str) -> None:
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    expected, state, ids = step_once(model), random_state(model, 1), torch.tensor([4])
+    strided = State(*(torch.stack([x, x], dim=-1)[..., 0] for x in state.tensors))
+    with torch.no_grad():
+        torch.testing.assert_close(model.step(ids, strided)[0], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(copy.deepcopy(model).double().step(ids, widened(state))[0].float(), expected,
+                                   rtol=1e-4, atol=1e-4)  # fmt: skip
+    trained = copy.deepcopy(model).requires_grad_(True)
+    logits, _ = trained.step(ids, state)
+    logits.sum().backward()
+    torch.testing.assert_close(logits.detach(), expected, rtol=1e-4, atol=1e-4)
+    assert trained.blocks[0].att.key.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("index", [-1, VOCAB_SIZE, 1 << 40])
+def test_an_id_outside_the_vocabulary_is_refused(index: int) -> None:
+    model, _ = pair("x070", n_layer=1, n_embd=32, head_size=16)
+    with torch.no_grad(), pytest.raises(IndexError):
+        model.step(torch.tensor([index]), model.initial_state(1))
+    step_once(model)
+    with torch.no_grad(), pytest.raises(IndexError, match=f"id {index} is outside the vocabulary of {VOCAB_SIZE} ids"):
+        model.step(torch.tensor([index]), model.initial_state(1))
+
+
+def test_a_call_that_computes_wrong_numbers_is_refused_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        @staticmethod
+        def token(*arguments: object) -> int:
+            return 0
+
+    model, _ = pair("x070", n_layer=1, n_embd=32, head_size=16)
+    wrong = Kernels(Wrong(), "a compiler", "instructions", "")  # type: ignore[arg-type]
+    monkeypatch.setattr(single_module, "token_of_this_machine", lambda: wrong)
+    with pytest.raises(KernelError, match=r"computes wrong numbers .* choose kernels: torch"):
+        step_once(model)
+
+
+def test_the_order_of_weights_covers_every_parameter() -> None:
+    for type in TYPES:
+        shape = fresh_shape(type, n_layer=2, n_embd=32, head_size=16, vocab_size=VOCAB_SIZE)
+        model = build_model(shape)
+        taken = {f"{owner_id}/{name}" for owner_id, name in _taken(SingleSequence(model, shape))}
+        expected = {
+            f"{id(module._parameters if name in module._parameters else module._buffers)}/{name}"
+            for module in model.modules()
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        assert taken == expected
+
+
+def _taken(single: SingleSequence) -> list[tuple[int, str]]:
+    return [(id(owner), name) for owner, name, _, _ in single._tensors]
