@@ -1,4 +1,5 @@
-// Products of one vector with several matrices at once, y = f(x W): each weight is read once, and reading is the work.
+// Products of B vectors with several matrices at once, y = f(x W). A weight is read from memory once, as it lies: for
+// few vectors reading it is the work, and a general matrix product would first lay it out anew.
 
 #pragma once
 
@@ -6,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "folds.hpp"
 #include "step.hpp"
 #include "threads.hpp"
 
@@ -13,7 +15,7 @@ namespace {
 
 enum Activation { PLAIN, TANH, SIGMOID, SQUARED_RELU };
 
-// weight is [out, in], or [in, out] where `columns` is set.
+// x [B, in], y [B, out]; weight [out, in], or [in, out] where `columns` is set.
 struct Product {
     const float *x, *weight;
     float* y;
@@ -24,17 +26,32 @@ struct Product {
 
 struct Products {
     const Product* list;
+    int64_t B;
 };
 
-// Numbers of y in a piece of work: a whole number of registers.
+// Outputs in a piece of work: a whole number of registers.
 constexpr int64_t PIECE = 64;
-// A thread is not worth its waking for fewer numbers than these.
-constexpr int64_t NUMBERS_A_THREAD = 1 << 17;
+// A thread is not worth its waking for fewer multiplications than these.
+constexpr int64_t WORTH_A_THREAD = 1 << 17;
+// Sums that are kept side by side: rows of a weight times vectors, as many as a register has lanes.
+constexpr int64_t ROWS = 4, VECTORS_OF_X = W / 4;
 
 inline int64_t pieces_of(const Product& p) { return (p.out + PIECE - 1) / PIECE; }
 
+INLINE float activated(float x, Activation activation) {
+    if (activation == TANH) return std::tanh(x);
+    if (activation == SIGMOID) return 1.0f / (1.0f + std::exp(-x));
+    if (activation == SQUARED_RELU) return x > 0.0f ? x * x : 0.0f;
+    return x;
+}
+
+INLINE void finish(const Product& p, int64_t b, int64_t row, float y) {
+    p.y[b * p.out + row] = activated(y, p.activation);
+}
+
+// One vector: R rows of the weight.
 template <int R>
-INLINE void dot_rows(const Product& p, int64_t row, float* y) {
+INLINE void dot_rows(const Product& p, int64_t row) {
     const float* const from = p.weight + row * p.in;
     V total[R];
     UNROLL
@@ -50,66 +67,104 @@ INLINE void dot_rows(const Product& p, int64_t row, float* y) {
         }
     }
     for (int n = 0; n < R; n++) {
-        y[n] = sum(total[n]);
-        for (int64_t rest = j; rest < p.in; rest++) y[n] += from[n * p.in + rest] * p.x[rest];
+        float y = sum(total[n]);
+        for (int64_t rest = j; rest < p.in; rest++) y += from[n * p.in + rest] * p.x[rest];
+        finish(p, 0, row + n, y);
     }
 }
 
-APART void rows_piece(const Product& p, int64_t first, int64_t count, float* y) {
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) dot_rows<4>(p, first + i, y + i);
-    for (; i < count; i++) dot_rows<1>(p, first + i, y + i);
+// ROWS rows by VECTORS_OF_X vectors; what lies beyond the last row or vector is the last one again and not kept.
+APART void dot_block(const Product& p, int64_t row, int64_t rows, int64_t b, int64_t vectors) {
+    const float *from[ROWS], *x[VECTORS_OF_X];
+    for (int64_t n = 0; n < ROWS; n++) from[n] = p.weight + (row + (n < rows ? n : rows - 1)) * p.in;
+    for (int64_t q = 0; q < VECTORS_OF_X; q++) x[q] = p.x + (b + (q < vectors ? q : vectors - 1)) * p.in;
+    V total[ROWS][VECTORS_OF_X];
+    UNROLL
+    for (int64_t n = 0; n < ROWS; n++)
+        UNROLL
+        for (int64_t q = 0; q < VECTORS_OF_X; q++) total[n][q] = V{};
+    int64_t j = 0;
+    for (; j + W <= p.in; j += W) {
+        V part[VECTORS_OF_X];
+        UNROLL
+        for (int64_t q = 0; q < VECTORS_OF_X; q++) part[q] = get(x[q] + j);
+        UNROLL
+        for (int64_t n = 0; n < ROWS; n++) {
+            __builtin_prefetch(from[n] + j + 256, 0, 3);
+            const V weight = get(from[n] + j);
+            UNROLL
+            for (int64_t q = 0; q < VECTORS_OF_X; q++) total[n][q] += weight * part[q];
+        }
+    }
+    alignas(64) float sums[W], partial[W * W];
+    for (int64_t n = 0; n < ROWS; n++)
+        for (int64_t q = 0; q < VECTORS_OF_X; q++) store(partial + (n * VECTORS_OF_X + q) * W, total[n][q]);
+    store(sums, sums_of_lanes(partial));
+    for (int64_t n = 0; n < rows; n++)
+        for (int64_t q = 0; q < vectors; q++) {
+            float y = sums[n * VECTORS_OF_X + q];
+            for (int64_t rest = j; rest < p.in; rest++) y += from[n][rest] * x[q][rest];
+            finish(p, b + q, row + n, y);
+        }
 }
 
-APART void columns_piece(const Product& p, int64_t first, int64_t count, float* y) {
-    if (count == PIECE) {
-        V total[PIECE / W];
-        UNROLL
-        for (int n = 0; n < PIECE / W; n++) total[n] = V{};
-        for (int64_t j = 0; j < p.in; j++) {
-            UNROLL
-            for (int n = 0; n < PIECE / W; n++) total[n] += get(p.weight + j * p.out + first + n * W) * p.x[j];
-        }
-        UNROLL
-        for (int n = 0; n < PIECE / W; n++) store(y + n * W, total[n]);
+APART void rows_piece(const Product& p, int64_t B, int64_t first, int64_t end) {
+    int64_t row = first;
+    if (B == 1) {
+        for (; row + ROWS <= end; row += ROWS) dot_rows<ROWS>(p, row);
+        for (; row < end; row++) dot_rows<1>(p, row);
         return;
     }
-    std::memset(y, 0, PIECE * sizeof(float));
-    for (int64_t j = 0; j < p.in; j++)
-        for (int64_t i = 0; i < count; i++) y[i] += p.weight[j * p.out + first + i] * p.x[j];
+    // Two blocks of rows stay in the nearest cache while all vectors pass by.
+    for (; row < end; row += 2 * ROWS)
+        for (int64_t b = 0; b < B; b += VECTORS_OF_X)
+            for (int64_t at = row; at < end && at < row + 2 * ROWS; at += ROWS)
+                dot_block(p, at, end - at < ROWS ? end - at : ROWS, b, B - b < VECTORS_OF_X ? B - b : VECTORS_OF_X);
 }
 
-INLINE float activated(float x, Activation activation) {
-    if (activation == TANH) return std::tanh(x);
-    if (activation == SIGMOID) return 1.0f / (1.0f + std::exp(-x));
-    if (activation == SQUARED_RELU) return x > 0.0f ? x * x : 0.0f;
-    return x;
-}
-
-struct ProductRoom {
+// COUNT vectors by PIECE outputs, whose sums fill the lanes.
+template <int COUNT>
+INLINE void whole_columns(const Product& p, int64_t b, int64_t first) {
+    V total[COUNT][PIECE / W];
+    UNROLL
+    for (int q = 0; q < COUNT; q++)
+        UNROLL
+        for (int n = 0; n < PIECE / W; n++) total[q][n] = V{};
+    for (int64_t j = 0; j < p.in; j++) {
+        UNROLL
+        for (int n = 0; n < PIECE / W; n++) {
+            const V weight = get(p.weight + j * p.out + first + n * W);
+            UNROLL
+            for (int q = 0; q < COUNT; q++) total[q][n] += weight * p.x[(b + q) * p.in + j];
+        }
+    }
     alignas(64) float y[PIECE];
-};
+    for (int q = 0; q < COUNT; q++) {
+        for (int n = 0; n < PIECE / W; n++) store(y + n * W, total[q][n]);
+        for (int64_t i = 0; i < PIECE; i++) finish(p, b + q, first + i, y[i]);
+    }
+}
 
-APART void product_piece(const Products& c, int64_t piece, ProductRoom& m) {
+APART void columns_piece(const Product& p, int64_t B, int64_t first, int64_t end) {
+    int64_t b = 0;
+    if (end - first == PIECE) {
+        for (; b + VECTORS_OF_X <= B; b += VECTORS_OF_X) whole_columns<VECTORS_OF_X>(p, b, first);
+        for (; b < B; b++) whole_columns<1>(p, b, first);
+    }
+    for (; b < B; b++)
+        for (int64_t row = first; row < end; row++) {
+            float y = 0.0f;
+            for (int64_t j = 0; j < p.in; j++) y += p.weight[j * p.out + row] * p.x[b * p.in + j];
+            finish(p, b, row, y);
+        }
+}
+
+APART void product_piece(const Products& c, int64_t piece, Nothing&) {
     const Product* p = c.list;
     for (; piece >= pieces_of(*p); p++) piece -= pieces_of(*p);
-    const int64_t first = piece * PIECE, count = first + PIECE < p->out ? PIECE : p->out - first;
-    if (p->columns) columns_piece(*p, first, count, m.y);
-    else rows_piece(*p, first, count, m.y);
-    for (int64_t i = 0; i < count; i++) p->y[first + i] = activated(m.y[i], p->activation);
-}
-
-// Products that do not wait for each other. Returns 0, or 2 where no memory was left.
-template <int COUNT>
-int multiply(const Product (&list)[COUNT], int64_t num_threads, Parallel parallel) {
-    int64_t pieces = 0, numbers = 0;
-    for (const Product& p : list) {
-        pieces += pieces_of(p);
-        numbers += p.in * p.out;
-    }
-    const int64_t worth = 1 + numbers / NUMBERS_A_THREAD;
-    return Work<Products, ProductRoom, product_piece>::start(
-        {list}, pieces, num_threads < worth ? num_threads : worth, parallel);
+    const int64_t first = piece * PIECE, end = first + PIECE < p->out ? first + PIECE : p->out;
+    if (p->columns) columns_piece(*p, c.B, first, end);
+    else rows_piece(*p, c.B, first, end);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-// One token of a block in the step form, in float32: what lies between the matrix products of B sequences.
+// One token of B sequences in the step form, in float32: what lies between the matrix products of a block.
 //
+//   norm    out = the layer norm of x
 //   mix     out[m] = x + (previous - x) * (weight[m] + added[m])
 //   step7   from the products of RWKV-7's time-mix to the input of its output matrix, the state moved on by one token
 //   step6   the same for RWKV-6, and for RWKV-5.2 with a decay that all tokens share (w_stride 0)
@@ -52,7 +53,7 @@ struct Mix {
 
 struct Nothing {};
 
-APART void mix_row(const Mix& c, int64_t row, Nothing&) {
+APART void mix_piece(const Mix& c, int64_t row, Nothing&) {
     const float *x = c.x + row * c.C, *previous = c.previous + row * c.C;
     for (int64_t m = 0; m < c.count; m++) {
         const int64_t at = (m * c.B + row) * c.C;
@@ -64,17 +65,31 @@ APART void mix_row(const Mix& c, int64_t row, Nothing&) {
     }
 }
 
-// y becomes its group norm over one head.
-INLINE void norm_head(float* y, int64_t N, const float* weight, const float* bias, float eps) {
+// y becomes its norm, with its weight and bias: a group norm's over one head, a layer norm's over all channels.
+INLINE void norm_row(float* y, int64_t count, const float* weight, const float* bias, float eps) {
     V total = V{}, squares = V{};
-    for (int64_t n = 0; n < N; n += W) total += get(y + n);
-    const float mean = sum(total) / static_cast<float>(N);
-    for (int64_t n = 0; n < N; n += W) {
+    for (int64_t n = 0; n < count; n += W) total += get(y + n);
+    const float mean = sum(total) / static_cast<float>(count);
+    for (int64_t n = 0; n < count; n += W) {
         const V d = get(y + n) - mean;
         squares += d * d;
     }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(N) + eps);
-    for (int64_t n = 0; n < N; n += W) put(y + n, (get(y + n) - mean) * scale * get(weight + n) + get(bias + n));
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(count) + eps);
+    for (int64_t n = 0; n < count; n += W) put(y + n, (get(y + n) - mean) * scale * get(weight + n) + get(bias + n));
+}
+
+struct Norm {
+    int64_t C;
+    float eps;
+    const float* x;
+    const float *weight, *bias;
+    // May be x itself.
+    float* out;
+};
+
+APART void norm_piece(const Norm& c, int64_t row, Nothing&) {
+    if (c.out != c.x) std::memcpy(c.out + row * c.C, c.x + row * c.C, c.C * sizeof(float));
+    norm_row(c.out + row * c.C, c.C, c.weight, c.bias, c.eps);
 }
 
 struct Step7 {
@@ -147,7 +162,7 @@ APART void step7_head(const Step7& c, int64_t item, Step7Room& m) {
         }
         store(m.y + i, sums_of_lanes(m.partial));
     }
-    norm_head(m.y, N, c.ln_weight + of, c.ln_bias + of, c.eps);
+    norm_row(m.y, N, c.ln_weight + of, c.ln_bias + of, c.eps);
     for (int64_t n = 0; n < N; n += W)
         put(c.out + at + n, (load(m.y + n) + load(m.v + n) * bonus) * get(c.gate + at + n));
 }
@@ -183,7 +198,7 @@ APART void step6_head(const Step6& c, int64_t item, Step6Room& m) {
             put(to + j * N + i, s * decay + get(v + i) * k_j);
         }
     }
-    norm_head(m.y, N, c.ln_weight + of, c.ln_bias + of, c.eps);
+    norm_row(m.y, N, c.ln_weight + of, c.ln_bias + of, c.eps);
     for (int64_t n = 0; n < N; n += W) {
         const V gate = get(c.gate + at + n);
         put(c.out + at + n, load(m.y + n) * gate * sigmoid(gate));

@@ -6,6 +6,7 @@ The two halves are given: a time-mix and a channel-mix, each with a parallel for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -49,9 +50,8 @@ class TimeMix(Protocol):
         shift_BC: Tensor,
         state_BHNN: Tensor,
         new_state_BHNN: Tensor,
-        compiled: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """One token: returns (output, v_first) and fills new_state. `compiled`: ops/step.py does what it can."""
+        """One token: returns (output, v_first) and fills new_state."""
 
 
 class ChannelMix(Protocol):
@@ -60,7 +60,7 @@ class ChannelMix(Protocol):
     def __call__(self, x_BTC: Tensor, *, shift_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
         """The output [B, T, C]."""
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor, compiled: bool) -> Tensor:
+    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
         """The same for one token."""
 
 
@@ -105,7 +105,7 @@ class Block(nn.Module):
         return x_BTC, v_first_BTC, LayerState(att_shift_BC, wkv_BHNN, normed_BTC[:, -1])
 
     def step(
-        self, x_BC: Tensor, v_first_BC: Tensor | None, state: LayerState, *, new_state: LayerState, compiled: bool
+        self, x_BC: Tensor, v_first_BC: Tensor | None, state: LayerState, *, new_state: LayerState
     ) -> tuple[Tensor, Tensor | None]:
         """One token: returns (x, v_first) and fills new_state."""
         if self.ln0 is not None:
@@ -117,11 +117,10 @@ class Block(nn.Module):
             shift_BC=state.att_shift_BC,
             state_BHNN=state.wkv_BHNN,
             new_state_BHNN=new_state.wkv_BHNN,
-            compiled=compiled,
         )
         x_BC = x_BC + att_BC
         ffn_in_BC = self.ln2(x_BC)
-        x_BC = x_BC + self.ffn.step(ffn_in_BC, shift_BC=state.ffn_shift_BC, compiled=compiled)
+        x_BC = x_BC + self.ffn.step(ffn_in_BC, shift_BC=state.ffn_shift_BC)
         new_state.att_shift_BC.copy_(att_in_BC)
         new_state.ffn_shift_BC.copy_(ffn_in_BC)
         return x_BC, v_first_BC
@@ -130,6 +129,12 @@ class Block(nn.Module):
         if seed_B is None or self.dropout == 0.0:
             return x_BTC
         return dropout(x_BTC, p=self.dropout, seed_B=seed_B, site=site, backend=self.backend)
+
+
+def mix_once(x_BC: Tensor, previous_BC: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """x + (previous - x) * weight for every weight of C numbers: mix_with_previous for one token."""
+    delta_BC = previous_BC - x_BC
+    return [torch.addcmul(x_BC, delta_BC, weight.view(-1)) for weight in weights]
 
 
 def product_dtype(x_BTC: Tensor) -> torch.dtype:

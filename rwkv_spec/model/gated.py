@@ -15,7 +15,6 @@ from rwkv_spec.model.block import norm_heads
 from rwkv_spec.model.elementwise import squared_relu
 from rwkv_spec.model.initial import Ramps
 from rwkv_spec.ops.reference import wkv6_reference
-from rwkv_spec.ops.step import step6
 
 
 def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear) -> Tensor:
@@ -32,14 +31,8 @@ def step_gated(
     output: nn.Linear,
     state_BHNN: Tensor,
     new_state_BHNN: Tensor,
-    compiled: bool,
 ) -> Tensor:
     """The end of one token's time-mix from r, w_raw, k, v and the gate before its SiLU; fills new_state."""
-    if compiled:
-        weights = (u_HN, ln_x.weight, ln_x.bias)
-        out_BC = step6(products_BC, weights, eps=ln_x.eps, state_BHNN=state_BHNN, new_state_BHNN=new_state_BHNN)
-        projected_BC: Tensor = output(out_BC)
-        return projected_BC
     *vectors_BC, gate_BC = products_BC
     one_token = (gate_BC.shape[0], 1, *u_HN.shape)
     # A decay that all sequences share has none of its own for each.

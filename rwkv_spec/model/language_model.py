@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from rwkv_spec.errors import KernelError
 from rwkv_spec.model.block import Block, ChannelMix, LayerState, TimeMix
+from rwkv_spec.model.compiled_step import CompiledStep, takes_step
 from rwkv_spec.model.rwkv5 import ChannelMix5, TimeMix5
 from rwkv_spec.model.rwkv6 import ChannelMix6, TimeMix6
 from rwkv_spec.model.rwkv7 import ChannelMix7, TimeMix7
 from rwkv_spec.model.shapes import ModelShape
-from rwkv_spec.model.single import SingleSequence
-from rwkv_spec.ops.step import can_step
 
 # Far above what another order of sums makes in float32.
-_MOST_SINGLE_ERROR = 1e-3
+_MOST_STEP_ERROR = 1e-3
 
 
 # Not compared by value: tensors have no single answer to ==.
@@ -50,13 +49,13 @@ class State:
         """A State of the same sizes whose numbers are yet to be filled in."""
         return State(*(torch.empty_like(tensor) for tensor in self.tensors))
 
-    def fits_single(self, shape: ModelShape) -> bool:
-        """Whether it is that of one sequence of such a model, laid out as compiled code takes it."""
+    def is_plain(self, shape: ModelShape, *, batch_size: int) -> bool:
+        """Whether it is that of so many sequences of such a model, laid out as compiled code takes it."""
         L, H, N = shape.n_layer, shape.num_heads, shape.head_size
-        sizes = ((L, 1, shape.n_embd), (L, 1, H, N, N), (L, 1, shape.n_embd))
+        shift = (L, batch_size, shape.n_embd)
         return all(
             tensor.shape == size and tensor.dtype == torch.float32 and tensor.is_contiguous()
-            for tensor, size in zip(self.tensors, sizes, strict=True)
+            for tensor, size in zip(self.tensors, (shift, (L, batch_size, H, N, N), shift), strict=True)
         )
 
     def layer(self, index: int) -> LayerState:
@@ -96,7 +95,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.backend = backend
-        self._single: SingleSequence | None = None
+        self._compiled_step: CompiledStep | None = None
         self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
         self.blocks = nn.ModuleList(
             _block(shape, layer=layer, dropout=dropout, backend=backend) for layer in range(shape.n_layer)
@@ -133,38 +132,38 @@ class LanguageModel(nn.Module):
         The given State is left as it is, unless it is `out`, which takes the new one: then nothing is allocated.
         """
         new_state = state.empty_like() if out is None else out
-        compiled = can_step(self.emb.weight, head_size=self.shape.head_size, backend=self.backend)
-        if compiled and len(ids_B) == 1 and state.fits_single(self.shape) and new_state.fits_single(self.shape):
-            single = self._single_sequence(ids_B, state)
-            return single(int(ids_B), state.tensors, new_state.tensors), new_state
-        return self._step(ids_B, state, new_state, compiled=compiled), new_state
+        if (
+            takes_step(self.emb.weight, head_size=self.shape.head_size, backend=self.backend)
+            and state.is_plain(self.shape, batch_size=len(ids_B))
+            and new_state.is_plain(self.shape, batch_size=len(ids_B))
+        ):
+            return self._compiled(ids_B, state)(ids_B, state.tensors, new_state.tensors), new_state
+        return self._plain_step(ids_B, state, new_state), new_state
 
-    def _step(self, ids_B: Tensor, state: State, new_state: State, *, compiled: bool) -> Tensor:
+    def _plain_step(self, ids_B: Tensor, state: State, new_state: State) -> Tensor:
         x_BC = F.embedding(ids_B, self.emb.weight)
         v_first_BC: Tensor | None = None
         for index, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            x_BC, v_first_BC = block.step(
-                x_BC, v_first_BC, state.layer(index), new_state=new_state.layer(index), compiled=compiled
-            )
+            x_BC, v_first_BC = block.step(x_BC, v_first_BC, state.layer(index), new_state=new_state.layer(index))
         logits_BV: Tensor = self.head(self.ln_out(x_BC))
         return logits_BV
 
-    def _single_sequence(self, ids_1: Tensor, state: State) -> SingleSequence:
-        """The compiled form of one token, made anew where a weight was exchanged; its first token is compared."""
-        if self._single is None or not self._single.is_current():
-            single, new_state, plain_state = SingleSequence(self, self.shape), state.empty_like(), state.empty_like()
-            logits = single(int(ids_1), state.tensors, new_state.tensors)
-            expected = self._step(ids_1, state, plain_state, compiled=False)
-            error = float(torch.linalg.vector_norm(logits - expected) / torch.linalg.vector_norm(expected))
+    def _compiled(self, ids_B: Tensor, state: State) -> CompiledStep:
+        """The compiled step form, made anew where a weight was exchanged; its first token is compared."""
+        if self._compiled_step is None or not self._compiled_step.is_current():
+            step, new_state = CompiledStep(self, self.shape), state.empty_like()
+            logits_BV = step(ids_B, state.tensors, new_state.tensors)
+            expected_BV = self._plain_step(ids_B, state, new_state)
+            error = float(torch.linalg.vector_norm(logits_BV - expected_BV) / torch.linalg.vector_norm(expected_BV))
             # Written so that what is not a number is no agreement, except where the model itself gives none.
-            if not error < _MOST_SINGLE_ERROR and bool(torch.isfinite(expected).all()) and bool(expected.any()):
+            if not error < _MOST_STEP_ERROR and bool(torch.isfinite(expected_BV).all()) and bool(expected_BV.any()):
                 raise KernelError(
-                    f"token: the compiler made a call that computes wrong numbers (error {error:.1e}); try another "
+                    f"step: the compiler made a call that computes wrong numbers (error {error:.1e}); try another "
                     "compiler by CXX=..., or choose kernels: torch"
                 )
-            self._single = single
-        return self._single
+            self._compiled_step = step
+        return self._compiled_step
 
     def initial_state(self, batch_size: int) -> State:
         """The State before the first token: zeros."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, product_dtype
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, product_dtype
 from rwkv_spec.model.elementwise import mix_with_previous
 from rwkv_spec.model.gated import (
     gated_channels,
@@ -22,7 +22,6 @@ from rwkv_spec.model.gated import (
 )
 from rwkv_spec.model.initial import ramps
 from rwkv_spec.model.shapes import ModelShape
-from rwkv_spec.ops.step import mix_once
 from rwkv_spec.ops.wkv import wkv5
 
 
@@ -86,11 +85,10 @@ class TimeMix5(nn.Module):
         shift_BC: Tensor,
         state_BHNN: Tensor,
         new_state_BHNN: Tensor,
-        compiled: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """One token, with a recurrence of its own."""
         # Here the two change places, since these weights are shares of the present token.
-        mixed_BC = mix_once(shift_BC, x_BC, self._shares(), compiled=compiled)
+        mixed_BC = mix_once(shift_BC, x_BC, self._shares())
         r_BC, k_BC, v_BC, gate_BC = self._project(mixed_BC)
         products_BC = (r_BC, self.time_decay, k_BC, v_BC, gate_BC)
         out_BC = step_gated(
@@ -100,7 +98,6 @@ class TimeMix5(nn.Module):
             output=self.output,
             state_BHNN=state_BHNN,
             new_state_BHNN=new_state_BHNN,
-            compiled=compiled,
         )
         return out_BC, v_first_BC
 
@@ -138,9 +135,9 @@ class ChannelMix5(nn.Module):
         )
         return self._channels(mixed_BTC)
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor, compiled: bool) -> Tensor:
+    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
         shares = (self.time_mix_k, self.time_mix_r)
-        return self._channels(mix_once(shift_BC, x_BC, shares, compiled=compiled))
+        return self._channels(mix_once(shift_BC, x_BC, shares))
 
     def _mix_weights(self) -> tuple[Tensor, Tensor]:
         return 1 - self.time_mix_k, 1 - self.time_mix_r

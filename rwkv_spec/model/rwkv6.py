@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, product_dtype
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, product_dtype
 from rwkv_spec.model.elementwise import difference_to_previous, mix_with_previous
 from rwkv_spec.model.gated import (
     gated_channels,
@@ -23,7 +23,6 @@ from rwkv_spec.model.gated import (
 )
 from rwkv_spec.model.initial import ramps
 from rwkv_spec.model.shapes import NUM_MIXED, ModelShape
-from rwkv_spec.ops.step import mix_once
 from rwkv_spec.ops.wkv import wkv6
 
 # The published start of the second matrix of each low-rank pair; the first one starts as zeros.
@@ -94,13 +93,9 @@ class TimeMix6(nn.Module):
         shift_BC: Tensor,
         state_BHNN: Tensor,
         new_state_BHNN: Tensor,
-        compiled: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """One token, with a recurrence of its own."""
-        (mixed_x_BC,) = mix_once(x_BC, shift_BC, (self.time_maa_x,), compiled=compiled)
-        added_5BC = self._added(mixed_x_BC)
-        mixed_BC = mix_once(x_BC, shift_BC, self._fixed(), added_5BC, compiled=compiled)
-        products_BC = self._products(mixed_BC)
+        products_BC = self._project(x_BC, shift_BC - x_BC)
         out_BC = step_gated(
             products_BC,
             u_HN=self.time_faaaa,
@@ -108,33 +103,28 @@ class TimeMix6(nn.Module):
             output=self.output,
             state_BHNN=state_BHNN,
             new_state_BHNN=new_state_BHNN,
-            compiled=compiled,
         )
         return out_BC, v_first_BC
 
     def _project(self, x_RC: Tensor, delta_RC: Tensor) -> tuple[Tensor, ...]:
         """From rows and their differences to the previous ones to r, w_raw, k, v and the gate before its SiLU."""
         dtype, width = product_dtype(x_RC), x_RC.shape[-1]
-        added_5RC = self._added(torch.addcmul(x_RC, delta_RC, self.time_maa_x.view(width)).to(dtype))
-        weights_RC = [fixed_11C.view(width) + added for fixed_11C, added in zip(self._fixed(), added_5RC, strict=True)]
-        return self._products([torch.addcmul(x_RC, delta_RC, weight_RC).to(dtype) for weight_RC in weights_RC])
-
-    def _fixed(self) -> tuple[Tensor, ...]:
-        """The shares of the previous token in the inputs for w, k, v, r and g, before a token adds to them."""
-        return self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g
-
-    def _added(self, mixed_x_RC: Tensor) -> Tensor:
-        """What tokens add to these five shares, [5, R, C]."""
-        low_5RD = torch.tanh(mixed_x_RC @ self.time_maa_w1).view(len(mixed_x_RC), NUM_MIXED, -1).transpose(0, 1)
-        return low_5RD @ self.time_maa_w2
-
-    def _products(self, mixed_RC: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """From the inputs for w, k, v, r and g to r, w_raw, k, v and the gate before its SiLU."""
-        mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_r_RC, mixed_g_RC = mixed_RC
+        mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_r_RC, mixed_g_RC = (
+            torch.addcmul(x_RC, delta_RC, weight_RC).to(dtype) for weight_RC in self._mix_weights(x_RC, delta_RC)
+        )
         low_RD = torch.tanh(mixed_w_RC @ self.time_decay_w1)
-        w_raw_RC = self.time_decay.view(-1) + low_RD @ self.time_decay_w2
+        w_raw_RC = self.time_decay.view(width) + low_RD @ self.time_decay_w2
         r_RC, k_RC, v_RC = self.receptance(mixed_r_RC), self.key(mixed_k_RC), self.value(mixed_v_RC)
         return r_RC, w_raw_RC, k_RC, v_RC, self.gate(mixed_g_RC)
+
+    def _mix_weights(self, x_RC: Tensor, delta_RC: Tensor) -> list[Tensor]:
+        """The shares of the previous token in the inputs for w, k, v, r and g: fixed ones and what the token adds."""
+        width = x_RC.shape[-1]
+        mixed_x_RC = torch.addcmul(x_RC, delta_RC, self.time_maa_x.view(width)).to(product_dtype(x_RC))
+        low_5RD = torch.tanh(mixed_x_RC @ self.time_maa_w1).view(len(x_RC), NUM_MIXED, -1).transpose(0, 1)
+        added_5RC = low_5RD @ self.time_maa_w2
+        fixed_11C = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
+        return [weight_11C.view(width) + added_RC for weight_11C, added_RC in zip(fixed_11C, added_5RC, strict=True)]
 
     def _finish(self, y_RC: Tensor, gate_RC: Tensor) -> Tensor:
         return gated_output(y_RC, gate_RC, ln_x=self.ln_x, output=self.output)
@@ -158,8 +148,8 @@ class ChannelMix6(nn.Module):
         )
         return self._channels(mixed_BTC)
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor, compiled: bool) -> Tensor:
-        return self._channels(mix_once(x_BC, shift_BC, (self.time_maa_k, self.time_maa_r), compiled=compiled))
+    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
+        return self._channels(mix_once(x_BC, shift_BC, (self.time_maa_k, self.time_maa_r)))
 
     def _channels(self, mixed: Sequence[Tensor]) -> Tensor:
         mixed_k, mixed_r = mixed

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, norm_heads, product_dtype
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, norm_heads, product_dtype
 from rwkv_spec.model.elementwise import key_and_removal, mix_with_previous, squared_relu
 from rwkv_spec.model.initial import orthogonal, ramps
 from rwkv_spec.model.shapes import ModelShape
 from rwkv_spec.ops.reference import wkv7_reference
-from rwkv_spec.ops.step import mix_once, step7
 from rwkv_spec.ops.wkv import wkv7
 
 
@@ -112,19 +111,9 @@ class TimeMix7(nn.Module):
         shift_BC: Tensor,
         state_BHNN: Tensor,
         new_state_BHNN: Tensor,
-        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
         """One token, with a recurrence of its own: the read follows the update, as in the parallel form."""
-        mixed_BC = mix_once(x_BC, shift_BC, self._mix_weights(), compiled=compiled)
-        if compiled:
-            out_BC, v_BC = step7(
-                (*self._products(mixed_BC, has_first=v_first_BC is not None), v_first_BC),
-                (self.w0, self.a0, self.v0, self.k_k, self.k_a, self.r_k, self.ln_x.weight, self.ln_x.bias),
-                eps=self.ln_x.eps,
-                state_BHNN=state_BHNN,
-                new_state_BHNN=new_state_BHNN,
-            )
-            return self.output(out_BC), v_BC if v_first_BC is None else v_first_BC
+        mixed_BC = mix_once(x_BC, shift_BC, self._mix_weights())
         r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, gate_BC = self._project(mixed_BC, v_first_BC)
         one_token = (x_BC.shape[0], 1, self.num_heads, self.head_size)
         with torch.autocast(x_BC.device.type, enabled=False):
@@ -140,33 +129,20 @@ class TimeMix7(nn.Module):
     def _project(self, mixed_RC: Sequence[Tensor], v_first_RC: Tensor | None) -> tuple[Tensor, ...]:
         """From the six mixed inputs to r, w_raw, k, v, a, b and the gate; both forms share it. R: rows of any kind."""
         width = mixed_RC[0].shape[-1]
-        r_RC, w_low_RC, k_RC, v_RC, a_low_RC, gate_RC, share_low_RC = self._products(
-            mixed_RC, has_first=v_first_RC is not None
-        )
-        w_raw_RC = self.w0.view(width) + w_low_RC
-        if v_first_RC is not None and share_low_RC is not None:
-            share_RC = torch.sigmoid(self.v0.view(width) + share_low_RC)
+        mixed_r_RC, mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_a_RC, mixed_g_RC = mixed_RC
+        r_RC = self.receptance(mixed_r_RC)
+        k_RC = self.key(mixed_k_RC)
+        v_RC = self.value(mixed_v_RC)
+        w_raw_RC = self.w0.view(width) + torch.tanh(mixed_w_RC @ self.w1) @ self.w2
+        if v_first_RC is not None:
+            share_RC = torch.sigmoid(self.v0.view(width) + (mixed_v_RC @ self.v1) @ self.v2)
             v_RC = torch.lerp(v_RC, v_first_RC, share_RC.to(v_RC.dtype))
-        rate_RC = torch.sigmoid(self.a0.view(width) + a_low_RC)
+        rate_RC = torch.sigmoid(self.a0.view(width) + (mixed_a_RC @ self.a1) @ self.a2)
+        gate_RC = torch.sigmoid(mixed_g_RC @ self.g1) @ self.g2
         k_RC, a_RC, b_RC = key_and_removal(
             k_RC, rate_RC, self.k_k.view(width), self.k_a.view(width), head_size=self.head_size
         )
         return r_RC, w_raw_RC, k_RC, v_RC, a_RC, b_RC, gate_RC
-
-    def _products(
-        self, mixed_RC: Sequence[Tensor], *, has_first: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The matrix products of the six mixed inputs: r, w1 w2, k, v, a1 a2, the gate; after block 0 also v1 v2."""
-        mixed_r_RC, mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_a_RC, mixed_g_RC = mixed_RC
-        return (
-            self.receptance(mixed_r_RC),
-            torch.tanh(mixed_w_RC @ self.w1) @ self.w2,
-            self.key(mixed_k_RC),
-            self.value(mixed_v_RC),
-            (mixed_a_RC @ self.a1) @ self.a2,
-            torch.sigmoid(mixed_g_RC @ self.g1) @ self.g2,
-            (mixed_v_RC @ self.v1) @ self.v2 if has_first else None,
-        )
 
     def _finish(self, y_RC: Tensor, r_RC: Tensor, k_RC: Tensor, v_RC: Tensor, gate_RC: Tensor) -> Tensor:
         """Group norm, the bonus of the present token, the gate and the output matrix."""
@@ -193,8 +169,8 @@ class ChannelMix7(nn.Module):
         )
         return self._channels(mixed_BTC)
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor, compiled: bool) -> Tensor:
-        (mixed_BC,) = mix_once(x_BC, shift_BC, (self.x_k,), compiled=compiled)
+    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
+        (mixed_BC,) = mix_once(x_BC, shift_BC, (self.x_k,))
         return self._channels(mixed_BC)
 
     def _channels(self, mixed_RC: Tensor) -> Tensor:

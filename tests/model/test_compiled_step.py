@@ -1,4 +1,4 @@
-"""The compiled step form: the numbers of the plain one, for one sequence in one call and for many; nothing stale."""
+"""The compiled step form: the numbers of the plain one for any number of sequences and threads, and nothing stale."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.model import single as single_module
+from rwkv_spec.model import compiled_step
 from rwkv_spec.model.build import build_model
+from rwkv_spec.model.compiled_step import CompiledStep, takes_step
 from rwkv_spec.model.language_model import LanguageModel, State
 from rwkv_spec.model.shapes import TYPES, ModelShape, fresh_shape
-from rwkv_spec.model.single import SingleSequence
 from rwkv_spec.ops.build import Kernels
 from tests.model.models import VOCAB_SIZE, assert_same_state, compiled_or_skip, random_ids, random_model
 from tests.ops.cases import error_ratio
@@ -49,7 +49,7 @@ def widened(state: State) -> State:
 
 
 @every_type
-@pytest.mark.parametrize("batch_size", [1, 2, 33])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 33])
 @pytest.mark.parametrize(
     ("n_layer", "n_embd", "head_size"), [(1, 16, 16), (3, 96, 48), (2, 128, 64), (2, 128, 128), (2, 160, 80)]
 )
@@ -66,8 +66,7 @@ def test_it_gives_the_numbers_of_the_plain_form(
             assert error_ratio(logits, expected) < GATE
     for got, want in zip(state.tensors, expected_state.tensors, strict=True):
         assert error_ratio(got, want) < GATE
-    # Three tokens of one sequence are one call each, and those of more are none.
-    assert (model._single is not None) == (batch_size == 1)
+    assert model._compiled_step is not None and plain._compiled_step is None
 
 
 @pytest.mark.parametrize(("decay", "iclr", "value", "gate"), [(1, 1, 1, 1), (5, 67, 3, 130)])
@@ -101,15 +100,16 @@ def test_the_given_state_is_left_alone_unless_it_is_to_take_the_new_one(type: st
 
 
 @every_type
-def test_threads_change_no_bit(type: str) -> None:
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_threads_change_no_bit(type: str, batch_size: int) -> None:
     # Wide enough that a second thread is worth its waking.
     model, _ = pair(type, n_layer=1, n_embd=512, head_size=64)
-    state, threads, results = random_state(model, 1), torch.get_num_threads(), []
+    state, threads, results = random_state(model, batch_size), torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             with torch.no_grad():
-                results.append(model.step(torch.tensor([2]), state))
+                results.append(model.step(torch.arange(batch_size), state))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0][0], results[1][0])
@@ -125,11 +125,11 @@ def step_once(model: LanguageModel) -> Tensor:
 def test_weights_that_are_changed_or_exchanged_are_followed(type: str) -> None:
     model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
     seen = [step_once(model)]
-    first = model._single
+    first = model._compiled_step
     with torch.no_grad():
         model.blocks[0].att.key.weight *= 1.5
     seen.append(step_once(model))
-    assert model._single is first
+    assert model._compiled_step is first
     model.blocks[1].ffn.value.weight.data = model.blocks[1].ffn.value.weight.data * 1.5
     seen.append(step_once(model))
     model.blocks[1].att.ln_x.bias = nn.Parameter(torch.ones(64))
@@ -152,7 +152,7 @@ def test_a_model_can_be_copied_pickled_and_saved_after_a_step(type: str) -> None
     torch.save(model, buffer)
     buffer.seek(0)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)):
-        assert other._single is None
+        assert other._compiled_step is None
         assert torch.equal(step_once(other), expected)
 
 
@@ -185,12 +185,12 @@ def test_an_id_outside_the_vocabulary_is_refused(index: int) -> None:
 def test_a_call_that_computes_wrong_numbers_is_refused_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         @staticmethod
-        def token(*arguments: object) -> int:
+        def step(*arguments: object) -> int:
             return 0
 
     model, _ = pair("x070", n_layer=1, n_embd=32, head_size=16)
     wrong = Kernels(Wrong(), "a compiler", "instructions", "")  # type: ignore[arg-type]
-    monkeypatch.setattr(single_module, "token_of_this_machine", lambda: wrong)
+    monkeypatch.setattr(compiled_step, "step_of_this_machine", lambda: wrong)
     with pytest.raises(KernelError, match=r"computes wrong numbers .* choose kernels: torch"):
         step_once(model)
 
@@ -199,7 +199,7 @@ def test_the_order_of_weights_covers_every_parameter() -> None:
     for type in TYPES:
         shape = fresh_shape(type, n_layer=2, n_embd=32, head_size=16, vocab_size=VOCAB_SIZE)
         model = build_model(shape)
-        taken = {f"{owner_id}/{name}" for owner_id, name in _taken(SingleSequence(model, shape))}
+        taken = {f"{owner_id}/{name}" for owner_id, name in _taken(CompiledStep(model, shape))}
         expected = {
             f"{id(module._parameters if name in module._parameters else module._buffers)}/{name}"
             for module in model.modules()
@@ -209,5 +209,20 @@ def test_the_order_of_weights_covers_every_parameter() -> None:
         assert taken == expected
 
 
-def _taken(single: SingleSequence) -> list[tuple[int, str]]:
-    return [(id(owner), name) for owner, name, _, _ in single._tensors]
+def _taken(step: CompiledStep) -> list[tuple[int, str]]:
+    return [(id(owner), name) for owner, name, _, _ in step._tensors]
+
+
+def test_it_is_used_only_where_it_can_be() -> None:
+    weight = torch.zeros(2, 32)
+    with torch.no_grad():
+        assert takes_step(weight, head_size=16, backend="auto")
+        assert takes_step(weight, head_size=16, backend="cpu")
+        assert not takes_step(weight, head_size=16, backend="torch")
+        assert not takes_step(weight, head_size=16, backend="cuda")
+        assert not takes_step(weight, head_size=24, backend="auto")
+        assert not takes_step(weight.double(), head_size=16, backend="auto")
+        assert not takes_step(weight.bfloat16(), head_size=16, backend="auto")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not takes_step(weight, head_size=16, backend="auto")
+    assert not takes_step(weight, head_size=16, backend="auto")
