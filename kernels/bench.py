@@ -200,13 +200,19 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     return B, T, H, N
 
 
+def parse_count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Gates, then times the compiled operators.")
     names = [*COMPILED, "dropout"]
     parser.add_argument("--operator", choices=names, action="append", help="may be given several times; default: all")
     parser.add_argument("--shape", type=parse_shape, action="append", help="B,T,H,N; may be given several times")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="default: both")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=parse_count, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=2.0, help="for each operator and shape")
     parser.add_argument("--write", action="store_true", help=f"append the rows to {PAGE.name}")
     parser.add_argument("--note", default="", help="what the machine was doing")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from bench import commit, cpu_name
+from bench import commit, cpu_name, parse_count
 from torch import Tensor
 
 from rwkv_spec.checkpoint.format import write_weights
@@ -177,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Times generation against the rwkv package.")
     parser.add_argument("--type", choices=TYPES, help="default: each, in a process of its own")
     parser.add_argument("--shape", type=parse_shape, action="append", help="layers,width,ids; may be repeated")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=parse_count, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=parse_count, default=5)
     parser.add_argument("--write", action="store_true", help=f"append the rows to {PAGE.name}")
     parser.add_argument("--note", default="", help="what the machine was doing")
     options = parser.parse_args(arguments)

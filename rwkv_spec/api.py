@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rwkv_spec.data.source import Given
 from rwkv_spec.data.store import Store
 from rwkv_spec.errors import UserError
+from rwkv_spec.paths import expanded
 from rwkv_spec.preflight import Inputs, preflight
 from rwkv_spec.preparing import foreseen, prepare_inputs, terminal_console
 from rwkv_spec.process import wait_briefly
@@ -149,25 +150,25 @@ def inspect(path: str | Path) -> Info:
     from rwkv_spec.checkpoint.detect import describe
     from rwkv_spec.checkpoint.published import open_header
 
-    return describe(open_header(Path(path).expanduser()))
+    return describe(open_header(expanded(path)))
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: str | None = None) -> Converted:
-    """Write a checkpoint as .pth, .safetensors or, for any other name, a Hugging Face folder (x070), and check it.
+    """Write a checkpoint as .pth, .safetensors or, for a name without such an ending, a Hugging Face folder; check it.
 
     `dtype`: bf16 | fp16 | fp32, None keeps the source's. What is at `target` already is never overwritten.
     """
     from rwkv_spec.conversion import convert
     from rwkv_spec.inference import find_weights
 
-    return convert(find_weights(Path(source).expanduser()), Path(target).expanduser(), dtype=dtype)
+    return convert(find_weights(expanded(source)), expanded(target), dtype=dtype)
 
 
 def load(path: str | Path, *, device: str = "cpu", dtype: str = "fp32") -> LanguageModel:
     """A checkpoint as a model: `model(ids_BT) -> logits_BTV`, `model.step(ids_B, state) -> (logits_BV, state)`."""
     from rwkv_spec.inference import load_model
 
-    return load_model(Path(path).expanduser(), device=device, dtype=dtype)
+    return load_model(expanded(path), device=device, dtype=dtype)
 
 
 def generate(
@@ -196,7 +197,8 @@ def generate(
 
     `save_state` is a file that the state after each prompt and its text is written to; a file that is there is left
     alone. From a `state` so saved the prompts go on instead of beginning a document. Each token's draw depends on its
-    seed and its place in the sequence alone, so that a text does not depend on where it was cut by saving its state.
+    seed and its place in the sequence alone, so that a text does not depend on where it was cut by saving its state,
+    up to the rounding of its logits.
     """
     from rwkv_spec.generation.sample import Sampling
 
@@ -271,12 +273,13 @@ def text_stream(
 ) -> TextStream:
     """What generate(), generate_stream() and the command line run: more than texts, and for many prompts at once."""
     from rwkv_spec.generation.text import TextStream
-    from rwkv_spec.inference import find_tokenizer, find_weights, load_model
+    from rwkv_spec.inference import find_weights, load_model, tokenizer_for
 
-    source = Path(checkpoint_or_run_dir).expanduser()
+    source = expanded(checkpoint_or_run_dir)
+    model = load_model(find_weights(source), device="cpu", dtype="fp32")
     return TextStream(
-        load_model(find_weights(source), device="cpu", dtype="fp32"),
-        tokenizer or find_tokenizer(source),
+        model,
+        tokenizer_for(source, tokenizer, num_rows=model.shape.vocab_size),
         prompts,
         max_new_tokens=max_new_tokens,
         sampling=sampling,

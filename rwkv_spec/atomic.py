@@ -5,6 +5,7 @@ A kill, a full disk or a power cut at any moment leaves either the old file or t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -15,6 +16,12 @@ from pathlib import Path
 def temporary_sibling(path: Path) -> Path:
     """A name in the same folder that no other process uses, hidden, and recognisable as left over from a kill."""
     return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+
+
+def discard(temporary: Path) -> None:
+    """Remove what may be left of a failed write. Nothing that goes wrong here hides what went wrong before."""
+    with contextlib.suppress(OSError):
+        temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -28,7 +35,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

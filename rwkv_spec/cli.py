@@ -38,7 +38,21 @@ class Verb:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    status = _status(list(sys.argv[1:] if argv is None else argv))
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # What could not be written is let go: Python would stumble over it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # A reader that has gone (`| head`) needs no more, and other faults were told where the status says so.
+        if status == STATUS_DONE and not isinstance(error, BrokenPipeError):
+            _tell(f"rwkv-spec: standard output: cannot be written: {error.strerror or error}")
+            return STATUS_USER
+    return status
+
+
+def _status(words: list[str]) -> int:
     wait_briefly()
     try:
         return _dispatch(words)
@@ -50,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(f"rwkv-spec: {error}")
         return STATUS_USER
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_DONE
     except KeyboardInterrupt:
         if _rank() == "0":

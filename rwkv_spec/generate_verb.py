@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rwkv_spec.errors import UserError
+from rwkv_spec.paths import expanded
 from rwkv_spec.report.texts import write_json, write_pieces, write_texts
+from rwkv_spec.tokenizer.protocol import shorten
 
 if TYPE_CHECKING:
     from rwkv_spec.generation.text import TextStream
@@ -72,9 +76,12 @@ def generate_options(parser: argparse.ArgumentParser) -> None:
 
 def generate(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """Print the texts and return 0; UserError for what a person can put right."""
+    if sys.stdout is None:
+        raise UserError("standard output: is closed, so that no text can be shown; give it a file")
     prompts = None if arguments.prompt is None else _read_prompts(arguments.prompt)
+    stops = [_typed(stop, option="--stop") for stop in arguments.stop]
     tokenizer = None if arguments.tokenizer is None else parse_tokenizer(arguments.tokenizer)
-    stream = _text_stream(arguments, prompts, tokenizer)
+    stream = _text_stream(arguments, prompts, stops, tokenizer)
     if arguments.stream and stream.num_texts != 1:
         raise UserError(f"--stream shows one text as it comes, but there are {stream.num_texts}; leave it out")
     _write(arguments, stream, sys.stdout)
@@ -82,7 +89,10 @@ def generate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _text_stream(
-    arguments: argparse.Namespace, prompts: Sequence[str] | None, tokenizer: Tokenizer | None
+    arguments: argparse.Namespace,
+    prompts: Sequence[str] | None,
+    stops: Sequence[str],
+    tokenizer: Tokenizer | None,
 ) -> TextStream:
     from rwkv_spec import api
     from rwkv_spec.generation.sample import Sampling
@@ -102,7 +112,7 @@ def _text_stream(
                 penalty_decay=arguments.penalty_decay,
                 repetition_penalty=arguments.repetition_penalty,
             ),
-            stop_sequences=arguments.stop,
+            stop_sequences=stops,
             seed=arguments.seed,
             state=arguments.state,
             save_state=arguments.save_state,
@@ -124,16 +134,33 @@ def _write(arguments: argparse.Namespace, stream: TextStream, output: TextIO) ->
 def _read_prompts(given: list[str]) -> list[str]:
     """The prompts as given, with standard input in the place of its sign."""
     if _STANDARD_INPUT not in given:
-        return given
+        return [_typed(prompt, option="--prompt") for prompt in given]
     if given.count(_STANDARD_INPUT) > 1:
         raise UserError(f"--prompt {_STANDARD_INPUT} can be given once: standard input is one text")
+    if sys.stdin is None:
+        raise UserError(f"--prompt {_STANDARD_INPUT}: standard input is closed; give the prompt itself")
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        # Some programs write a byte order mark in front of what they send.
+        text = sys.stdin.buffer.read().removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"standard input: is not UTF-8 at byte {error.start}; convert the text first") from error
+    except OSError as error:
+        raise UserError(f"standard input: cannot be read: {error.strerror or error}") from error
     # echo and editors end a text with a line end that nobody means.
     text = text.removesuffix("\n").removesuffix("\r")
-    return [text if prompt == _STANDARD_INPUT else prompt for prompt in given]
+    return [text if prompt == _STANDARD_INPUT else _typed(prompt, option="--prompt") for prompt in given]
+
+
+def _typed(word: str, *, option: str) -> str:
+    """A word of the command line as UTF-8, also where the locale says nothing of it and Python kept the bytes apart."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(word).decode("utf-8")
+        except UnicodeError as error:
+            raise UserError(f"{option} {shorten(repr(word))}: is not UTF-8; convert the text first") from error
+    return word
 
 
 def parse_tokenizer(text: str) -> Tokenizer:
@@ -148,7 +175,7 @@ def parse_tokenizer(text: str) -> Tokenizer:
         raise UserError(f"--tokenizer {text}: {f'{name} takes no value' if key is None else 'the value is missing'}")
     try:
         if not colon or key == "path":
-            return build_tokenizer(name, path=Path(value).expanduser() if colon else None)
+            return build_tokenizer(name, path=expanded(value) if colon else None)
         if not (value.isascii() and value.isdecimal()):
             raise UserError(f"--tokenizer {text}: {value!r} is no whole number")
         return build_tokenizer(name, **{str(key): int(value)})  # type: ignore[arg-type]

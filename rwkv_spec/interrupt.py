@@ -1,11 +1,15 @@
-"""A request to stop: SIGTERM, Ctrl-C, or a launcher that is gone. The run finishes its step, saves, and ends."""
+"""A request to stop: SIGTERM, Ctrl-C, or a launcher that is gone. The run finishes its step, saves, and ends.
+
+What is no run, and has nothing to save, ends at once, but removes what it has half written.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 # Both launchers leave one of these in the environment of the processes that they start.
@@ -46,3 +50,23 @@ class StopRequest:
         if self._parent is not None and os.getppid() != self._parent:
             self._flag = True
         return self._flag
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Within its `with` block, SIGTERM ends the process by an exception, as Ctrl-C does: each `finally` is kept."""
+    is_main = threading.current_thread() is threading.main_thread()
+    # Who has a handler of his own knows better what is to be done.
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    # What a shell says of a process that this signal ended.
+    raise SystemExit(128 + number)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import numbers
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +17,13 @@ from rwkv_spec.data.source import Given, open_source
 from rwkv_spec.errors import CheckpointError, DataError, KernelError, Problem, SpecError
 from rwkv_spec.model.shapes import ModelShape, fresh_shape
 from rwkv_spec.ops.build import find_compiler
+from rwkv_spec.run_folder import RunFolder
 from rwkv_spec.spec.types import Spec
 from rwkv_spec.tokenizer.build import build_tokenizer
-from rwkv_spec.tokenizer.protocol import Tokenizer
+from rwkv_spec.tokenizer.protocol import NEEDED, Tokenizer, faults_of_tokenizer
+from rwkv_spec.tokenizer.rows import mismatch
 
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
-# A published vocabulary is often padded to a round number of rows; more than this is another vocabulary.
-_ROW_MULTIPLE = 256
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,9 @@ def _eval_rule(spec: Spec, eval_data: Given | None, problems: list[Problem]) -> 
 
 def _tokenizer(spec: Spec, given: Tokenizer | None, problems: list[Problem]) -> Tokenizer | None:
     if given is not None:
-        wrong = _faults_of_tokenizer(given)
-        if wrong:
-            fix = "a tokenizer has encode(text), decode(ids), vocab_size (a whole number) and fingerprint (text)"
-            problems.append(spec.problem("tokenizer", f"{type(given).__name__} {'; '.join(wrong)}", fix))
+        wrong = faults_of_tokenizer(given)
+        if wrong is not None:
+            problems.append(spec.problem("tokenizer", wrong, NEEDED))
             return None
         return given
     section = spec.tokenizer
@@ -130,22 +129,6 @@ def _tokenizer(spec: Spec, given: Tokenizer | None, problems: list[Problem]) -> 
         return None
 
 
-def _faults_of_tokenizer(given: object) -> list[str]:
-    """What a tokenizer of the user's own lacks, or has of the wrong kind."""
-    missing = [name for name in ("encode", "decode", "vocab_size", "fingerprint") if not hasattr(given, name)]
-    wrong = [f"lacks {', '.join(missing)}"] if missing else []
-    for name in ("encode", "decode"):
-        if not callable(getattr(given, name, len)):
-            wrong.append(f"has a {name} that is no function")
-    rows = getattr(given, "vocab_size", 1)
-    if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
-        wrong.append(f"has the vocab_size {rows!r}")
-    fingerprint = getattr(given, "fingerprint", "")
-    if not isinstance(fingerprint, str):
-        wrong.append(f"has the fingerprint {fingerprint!r}")
-    return wrong
-
-
 def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> tuple[ModelShape | None, int | None]:
     """The model's shape, and the vocabulary rows of the checkpoint that it starts from, if it does."""
     if spec.checkpoint is None:
@@ -155,14 +138,13 @@ def _shape(spec: Spec, tokenizer: Tokenizer | None, problems: list[Problem]) -> 
         return shape, None
     if spec.checkpoint.resize_vocab:
         return replace(shape, vocab_size=int(tokenizer.vocab_size)), shape.vocab_size
-    most = -(-tokenizer.vocab_size // _ROW_MULTIPLE) * _ROW_MULTIPLE
-    if not tokenizer.vocab_size <= shape.vocab_size <= most:
-        what = f"the checkpoint has {shape.vocab_size} vocabulary rows and the tokenizer {tokenizer.vocab_size} ids"
+    wrong = mismatch(num_rows=shape.vocab_size, num_ids=tokenizer.vocab_size)
+    if wrong is not None:
         fix = (
             "use the tokenizer that the checkpoint was trained with, another checkpoint, model: for fresh weights, or "
             f"checkpoint.resize_vocab: true to train with {_resized(shape.vocab_size, tokenizer.vocab_size)}"
         )
-        problems.append(spec.problem("checkpoint.path", what, fix))
+        problems.append(spec.problem("checkpoint.path", wrong, fix))
         return None, None
     return shape, shape.vocab_size
 
@@ -201,11 +183,22 @@ def _checkpoint_shape(spec: Spec, path: Path, problems: list[Problem]) -> ModelS
     from rwkv_spec.checkpoint.detect import detect_model
     from rwkv_spec.checkpoint.published import open_header
 
+    if _is_written_by_the_run(spec, path):
+        what = f"{path} is a file that this run itself would write, over the weights that it starts from"
+        problems.append(spec.problem("checkpoint.path", what, "move it to another folder, or use another work_dir"))
+        return None
     try:
         return detect_model(open_header(path).tensors, where=path).shape
     except CheckpointError as error:
         problems.append(spec.problem("checkpoint.path", str(error)))
         return None
+
+
+def _is_written_by_the_run(spec: Spec, path: Path) -> bool:
+    """Whether the path, or the file that it leads to, is one of those in out/ that a run replaces and rotates away."""
+    out = os.path.realpath(RunFolder(spec.work_dir).out)
+    files = (Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path)))
+    return any(str(file.parent) == out and file.name.startswith("rwkv-") for file in files)
 
 
 def _check_compiler(spec: Spec, problems: list[Problem]) -> None:

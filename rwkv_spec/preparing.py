@@ -19,7 +19,8 @@ from rwkv_spec.report.console import Console
 from rwkv_spec.run_folder import RunFolder
 from rwkv_spec.spec.plan import DataStats
 from rwkv_spec.spec.types import Spec
-from rwkv_spec.tokenizer.protocol import Tokenizer
+from rwkv_spec.tokenizer.protocol import HasUnnamedIds, Tokenizer
+from rwkv_spec.tokenizer.vocab import VocabTokenizer
 
 
 class _Request(TypedDict):
@@ -87,9 +88,27 @@ def prepare_inputs(inputs: Inputs, console: Console, *, verify: bool = False) ->
     how = "unchanged, as prepared before" if store.reused else "prepared"
     held_out = f", {store.manifest.eval_tokens:,} held out" if len(store.eval_documents) else ""
     console.prepared(
-        "\n".join([f"data {how}: {store.train.num_tokens:,} tokens to train on{held_out}", *store.notes()])
+        "\n".join(
+            [
+                f"data {how}: {store.train.num_tokens:,} tokens to train on{held_out}",
+                *store.notes(),
+                *_notes(inputs.tokenizer, is_new=not store.reused),
+            ]
+        )
     )
     return store
+
+
+def _notes(tokenizer: Tokenizer, *, is_new: bool) -> list[str]:
+    """What is odd about a vocabulary without being wrong, and why encoding it took long."""
+    notes = []
+    gaps = tokenizer.unnamed_ids if isinstance(tokenizer, HasUnnamedIds) else ()
+    if gaps:
+        named = f"{len(gaps):,} of the tokenizer's {tokenizer.vocab_size:,} ids name no token, the first is {gaps[0]}"
+        notes.append(f"{named}: their rows of the model stand for nothing and are never drawn")
+    if is_new and isinstance(tokenizer, VocabTokenizer) and not tokenizer.is_compiled:
+        notes.append(f"text was encoded in {tokenizer.how_it_matches}")
+    return notes
 
 
 def _request(inputs: Inputs) -> _Request:

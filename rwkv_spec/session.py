@@ -27,7 +27,7 @@ from rwkv_spec.report.metrics import Row, RunLog
 from rwkv_spec.run_folder import RunFolder
 from rwkv_spec.spec.plan import Plan
 from rwkv_spec.spec.types import Spec
-from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer, num_drawable_ids
+from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer, undrawable_ids
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.loop import StepResult
 from rwkv_spec.train.optimizer import optimizer_state
@@ -191,7 +191,7 @@ class Session:
             max_new_tokens=_NEW_TOKENS,
             temperature=1.0,
             seed=self.spec.seed + step,
-            num_ids=num_drawable_ids(self.tokenizer),
+            left_out=undrawable_ids(self.tokenizer, num_rows=self.model.shape.vocab_size),
         )
         return [
             Continuation(shown_ids(self.tokenizer, prompt), shown_ids(self.tokenizer, sample.ids))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rwkv_spec.checkpoint.state import WEIGHTS
 from rwkv_spec.data.batch import batches
 from rwkv_spec.data.store import Store
 from rwkv_spec.errors import CheckpointError
@@ -262,7 +263,7 @@ def _stopped(session: Session, progress: Progress) -> Run:
         session,
         progress,
         outcome=f"stopped by a signal after step {progress.step} of {session.plan.total_steps}, state saved",
-        checkpoint=state / "weights.safetensors",
+        checkpoint=state / WEIGHTS,
         stopped=True,
         commands=("start the same command again: it goes on from this state",),
     )

@@ -24,6 +24,7 @@ PACKAGE = ROOT / "rwkv_spec"
 # order too; its other files may stand anywhere between, as long as some order without a cycle exists.
 LAYERS: dict[str, list[str]] = {
     "errors": [],
+    "paths": [],
     "atomic": [],
     "lock": [],
     "interrupt": [],
@@ -58,7 +59,7 @@ LAYERS: dict[str, list[str]] = {
 NEVER_IMPORT_EACH_OTHER = ("data", "model")
 
 # Planning, checking and reading need no torch: they answer at once, also where it is not installed properly.
-TORCH_FREE = ("errors", "atomic", "lock", "interrupt", "spec", "tokenizer", "data", "model.shapes", "report")
+TORCH_FREE = ("errors", "paths", "atomic", "lock", "interrupt", "spec", "tokenizer", "data", "model.shapes", "report")
 TORCH_LIKE = {"torch", "accelerate", "safetensors", "deepspeed"}
 MAY_IMPORT_ACCELERATE = {"train.engine"}
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,9 @@ from rwkv_spec.checkpoint.format import read_weights, write_weights
 from rwkv_spec.cli import main
 from rwkv_spec.conversion import compare
 from rwkv_spec.errors import CheckpointError
+from rwkv_spec.model.build import build_model
+from rwkv_spec.model.build import weights as model_weights
+from rwkv_spec.model.shapes import fresh_shape, parameter_shapes
 from tests.checkpoint.layouts import golden_file, golden_weights, in_layout_of_rwkv7, write_folder
 from tests.tiny import tiny_spec
 
@@ -125,7 +133,19 @@ def test_weights_that_are_no_numbers_are_not_written(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"a.pth"}
 
 
-@pytest.mark.parametrize("damage", ["a bit", "a dtype", "a name"])
+def test_numbers_that_are_not_finite_and_move_no_logit_are_written_as_they_are_and_told(tmp_path: Path) -> None:
+    weights = read_weights(golden_file("x070"))
+    for name in ("emb.weight", "head.weight"):
+        weights[name] = torch.cat([weights[name]] * 40)
+    weights["emb.weight"][-1] = float("nan")
+    write_weights(tmp_path / "a.pth", weights, format="pth", dtype=None)
+    converted = rwkv_spec.convert(tmp_path / "a.pth", tmp_path / "b.safetensors")
+    assert converted.remarks == ("some numbers are not finite: emb.weight",)
+    back = read_weights(tmp_path / "b.safetensors")
+    assert all(torch.equal(back[name].view(torch.int16), weights[name].view(torch.int16)) for name in weights)
+
+
+@pytest.mark.parametrize("damage", ["a bit", "a dtype", "a name", "a sign of zero", "a bit beside a NaN"])
 def test_the_check_notices_what_was_not_written_as_it_should_be(tmp_path: Path, damage: str) -> None:
     weights = golden_weights("x070")
     wrong, name = dict(weights), "blocks.0.att.g1"
@@ -134,6 +154,19 @@ def test_the_check_notices_what_was_not_written_as_it_should_be(tmp_path: Path, 
         wrong["emb.weight"] = weights["emb.weight"].clone()
         wrong["emb.weight"].view(torch.int16)[31, 5] ^= 1
         name = "emb.weight"
+    elif damage == "a sign of zero":
+        for each, zero in ((weights, 0.0), (wrong, -0.0)):
+            each["ln_out.bias"] = torch.full((128,), zero, dtype=torch.bfloat16)
+        name = "ln_out.bias"
+    elif damage == "a bit beside a NaN":
+        # What can be checked is checked, whatever else the file holds.
+        name = "emb.weight"
+        rows = torch.cat([weights[name]] * 40)
+        rows[-1] = float("nan")
+        head = torch.cat([weights["head.weight"]] * 40)
+        weights |= {name: rows, "head.weight": head}
+        wrong |= {name: rows.clone(), "head.weight": head}
+        wrong[name].view(torch.int16)[100, 5] ^= 1
     elif damage == "a dtype":
         wrong[name] = weights[name].float()
     else:
@@ -142,9 +175,9 @@ def test_the_check_notices_what_was_not_written_as_it_should_be(tmp_path: Path, 
     write_weights(tmp_path / "b.pth", wrong, format="pth", dtype=None)
     given = {"source": tmp_path / "a.pth", "target": tmp_path / "c.pth"}
     with pytest.raises(CheckpointError, match=rf"c\.pth: does not read back as it was written \({name}\)"):
-        compare(weights, weights, tmp_path / "b.pth", **given)
+        compare(weights, tmp_path / "b.pth", dtype=None, **given)
     write_weights(tmp_path / "b.pth", weights, format="pth", dtype=None)
-    assert compare(weights, weights, tmp_path / "b.pth", **given)[0] == 0.0
+    assert compare(weights, tmp_path / "b.pth", dtype=None, **given)[0] == 0.0
 
 
 def test_what_is_there_is_left_alone(tmp_path: Path) -> None:
@@ -166,21 +199,24 @@ def test_the_huggingface_layout_is_for_x070_only(tmp_path: Path, generation: str
 
 
 def test_heads_that_others_would_compute_otherwise_are_not_written_for_them(tmp_path: Path) -> None:
-    from rwkv_spec.model.build import build_model, weights
-    from rwkv_spec.model.shapes import fresh_shape
-
     model = build_model(fresh_shape("x070", n_layer=1, n_embd=64, head_size=32, vocab_size=9))
-    write_weights(tmp_path / "a.pth", weights(model), format="pth", dtype="fp32")
+    write_weights(tmp_path / "a.pth", model_weights(model), format="pth", dtype="fp32")
     with pytest.raises(CheckpointError, match=r"has heads of 32; .* for heads of 64 only"):
         rwkv_spec.convert(tmp_path / "a.pth", tmp_path / "hf")
     rwkv_spec.convert(tmp_path / "a.pth", tmp_path / "b.safetensors")
     assert names_in(tmp_path) == {"a.pth", "b.safetensors"}
 
 
-@pytest.mark.parametrize("name", ["a.gguf", "a.pt", "a.bin", "a.json"])
+@pytest.mark.parametrize("name", ["a.gguf", "a.pt", "a.bin", "a.json", "a.pht", "a.pth.bak", "a.safetensor", ".st"])
 def test_endings_of_other_forms_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=r"is no form that is written; end the name in \.pth"):
         rwkv_spec.convert(golden_file("x070"), tmp_path / name)
+
+
+def test_an_ending_in_capitals_and_a_name_that_is_all_ending_are_files(tmp_path: Path) -> None:
+    for name, form in (("a.PTH", "pth"), (".pth", "pth"), ("a.SafeTensors", "safetensors")):
+        assert rwkv_spec.convert(golden_file("x052"), tmp_path / name).format == form
+        assert (tmp_path / name).is_file() and rwkv_spec.inspect(tmp_path / name).format == form
 
 
 def test_a_name_with_a_dot_may_be_a_folder(tmp_path: Path) -> None:
@@ -212,3 +248,51 @@ def test_a_disk_that_cannot_be_written_is_said_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/b\.pth: cannot be written"):
         rwkv_spec.convert(golden_file("x070"), tmp_path / "file" / "b.pth")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems send no such signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_half_written(tmp_path: Path, number: signal.Signals) -> None:
+    words = [sys.executable, "-m", "rwkv_spec", "convert", str(golden_file("x060")), str(tmp_path / "b.pth")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    # From the moment that its file is begun, most of the work lies before it.
+    while not list(tmp_path.glob(".b.pth.*.tmp")) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors and names_in(tmp_path) == set()
+
+
+# What the process itself holds, without the files that it has mapped.
+MEASURE = """
+import sys, threading, time
+import rwkv_spec
+from rwkv_spec import conversion
+def held():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+before, most, done = held(), 0, threading.Event()
+def watch():
+    global most
+    while not done.wait(0.005):
+        most = max(most, held())
+thread = threading.Thread(target=watch)
+thread.start()
+rwkv_spec.convert(sys.argv[1], sys.argv[2])
+done.set()
+thread.join()
+print(most - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the system does not say what a process holds")
+def test_only_one_copy_of_the_weights_is_in_memory(tmp_path: Path) -> None:
+    shape = fresh_shape("x070", n_layer=1, n_embd=1536, head_size=64, vocab_size=16)
+    weights = {name: torch.full(sizes.shape, 0.01) for name, sizes in parameter_shapes(shape).items()}
+    write_weights(tmp_path / "a.pth", weights, format="pth", dtype=None)
+    size = (tmp_path / "a.pth").stat().st_size
+    words = [sys.executable, "-c", MEASURE, str(tmp_path / "a.pth"), str(tmp_path / "hf")]
+    finished = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout.split()[-1]) < 1.6 * size

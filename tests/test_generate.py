@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
-import os
-import select
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 import rwkv_spec
 from rwkv_spec.checkpoint.format import write_weights
 from rwkv_spec.cli import main
 from rwkv_spec.errors import CheckpointError, UserError
-from rwkv_spec.generate_verb import parse_tokenizer
 from rwkv_spec.generation.sample import Sampling
 from rwkv_spec.generation.text import TextStream
 from rwkv_spec.model.build import build_model, weights
 from rwkv_spec.model.shapes import fresh_shape
+from rwkv_spec.tokenizer.byte import BytesTokenizer
 from rwkv_spec.tokenizer.integer import IntegerTokenizer
-from tests.tiny import tiny_spec
+from tests.tiny import tiny_spec, write_bare
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: dict[str, object] = {
@@ -64,14 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> rwkv_spec.Run:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A checkpoint outside any run folder, whose likeliest token is never the end of a document."""
-    model = build_model(fresh_shape("x070", n_layer=1, n_embd=32, head_size=16, vocab_size=11))
-    tensors = {name: tensor.clone() for name, tensor in weights(model).items()}
-    tensors["head.weight"] = torch.randn(11, 32, generator=torch.Generator().manual_seed(1))
-    tensors["head.weight"][0] = 0
-    tensors["emb.weight"] = torch.randn(11, 32, generator=torch.Generator().manual_seed(2))
-    write_weights(tmp_path / "bare.pth", tensors, format="pth", dtype="fp32")
-    return tmp_path / "bare.pth"
+    return write_bare(tmp_path)
 
 
 def words(run_or_file: Path, settings: dict[str, object]) -> list[str]:
@@ -218,16 +204,6 @@ def test_json_tells_prompts_texts_ids_logprobs_and_the_reason(
         assert row["stopped_by"] == ("length" if len(row["ids"]) == 6 else "end_of_document")
 
 
-@pytest.mark.parametrize("ending", [b"", b"\n", b"\r\n"])
-def test_a_prompt_may_come_from_standard_input(
-    run: rwkv_spec.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ending: bytes
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"4\n5 6" + ending)))
-    options = ["--prompt", "1", "--prompt", "-", "--json", "--max-new-tokens", "2"]
-    assert main(["generate", str(run.dir), *options]) == 0
-    assert [row["prompt"] for row in json.loads(capsys.readouterr().out)] == ["1", "4\n5 6"]
-
-
 def test_a_bare_checkpoint_needs_and_takes_a_tokenizer(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", str(bare), "--prompt", "1 2", "--max-new-tokens", "4", "--temperature", "0"]
     assert main(command) == 2
@@ -237,118 +213,70 @@ def test_a_bare_checkpoint_needs_and_takes_a_tokenizer(bare: Path, capsys: pytes
     assert capsys.readouterr().out == f"{text}\n" and len(text.split()) == 4
 
 
-def test_tokenizers_are_named_as_in_a_spec(tmp_path: Path) -> None:
-    vocabulary = tmp_path / "of: mine.txt"
-    vocabulary.write_text("1 'a' 1\n2 'b' 1\n")
-    for text, ids in (
-        ("angle", parse_tokenizer("angle").encode("3 5")),
-        ("integer:9", [4, 6]),
-        ("ids:9", [3, 5]),
-        ("bytes", [52, 33, 54]),
-    ):
-        assert parse_tokenizer(text).encode("3 5") == ids
-    assert parse_tokenizer("angle").vocab_size == 361
-    assert parse_tokenizer(f"vocab:{vocabulary}").encode("ba") == [2, 1]
+@pytest.mark.parametrize(("max_value", "num_ids"), [(8, 10), (10, 12), (254, 256), (255, 257)])
+def test_a_tokenizer_goes_with_as_many_rows_or_with_rows_padded_a_little(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_value: int, num_ids: int
+) -> None:
+    path = tmp_path / "padded.pth"
+    shape = fresh_shape("x070", n_layer=1, n_embd=32, head_size=16, vocab_size=256)
+    write_weights(path, weights(build_model(shape)), format="pth", dtype="fp32")
+    status = main(["generate", str(path), "--tokenizer", f"integer:{max_value}", "--prompt", "1"])
+    words = f"the checkpoint has 256 vocabulary rows and the tokenizer {num_ids} ids"
+    assert (status, words in capsys.readouterr().err) == ((2, True) if num_ids > 256 else (0, False))
+
+
+def test_bytes_are_not_taken_for_a_world_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "world.pth"
+    shape = fresh_shape("x070", n_layer=1, n_embd=32, head_size=16, vocab_size=65536)
+    write_weights(path, weights(build_model(shape)), format="pth", dtype="fp32")
+    with pytest.raises(UserError, match=r"has 65536 vocabulary rows and the tokenizer 257 ids.*do not belong together"):
+        rwkv_spec.generate(path, "a", tokenizer=BytesTokenizer(), max_new_tokens=1)
+
+
+class OwnIntegers:
+    """A tokenizer from Python: of which no spec can tell."""
+
+    vocab_size, fingerprint = 11, "own"
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) + 1 for word in text.split()]
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(str(index - 1) for index in ids if index)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the spec", "from Python"])
+def test_a_run_that_was_asked_for_more_rows_generates_with_its_tokenizer_and_no_other(
+    tmp_path: Path, own: bool
+) -> None:
+    spec = tiny_spec(tmp_path, model={"vocab_size": 700}, train={"steps": 1})
+    if own:
+        del spec["tokenizer"]
+    run = rwkv_spec.run(spec, tokenizer=OwnIntegers() if own else None)
+    assert run.model.shape.vocab_size == 700
+    (text,) = run.generate("1 2", max_new_tokens=3)
+    assert rwkv_spec.generate(run.dir, "1 2", tokenizer=OwnIntegers() if own else None, max_new_tokens=3) == [text]
+    if not own:
+        with pytest.raises(UserError, match="has 700 vocabulary rows and the tokenizer 257 ids"):
+            rwkv_spec.generate(run.dir, "1 2", tokenizer=BytesTokenizer())
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--temperature", "-1"], "temperature must be"),
-        (["--top-p", "2"], "top_p must be"),
-        (["--top-k", "-1"], "top_k must be"),
-        (["--max-new-tokens", "-1"], "max_new_tokens must be"),
-        (["--seed", "-1"], "seed must be"),
-        (["--presence-penalty", "nan"], "presence_penalty must be"),
-        (["--frequency-penalty", "1e9"], "frequency_penalty must be"),
-        (["--penalty-decay", "2"], "penalty_decay must be"),
-        (["--repetition-penalty", "0"], "repetition_penalty must be"),
-        (["--stop", ""], "a stop sequence is empty"),
-        (["--stop", "x"], "stop sequence 'x'"),
-        (["--prompt", "77"], "prompt '77'"),
-        (["--prompt", "1", "--prompt", "2", "--stream"], "--stream shows one text as it comes, but there are 2"),
-        (["--prompt", "-", "--prompt", "-"], "--prompt - can be given once"),
-        (["--state", "nosuch.state"], "nosuch.state: does not exist"),
-        (["--save-state", "nosuch/folder/state"], "the folder nosuch/folder does not exist"),
-        (["--tokenizer", "wrold"], "'wrold' is no type of tokenizer; it is angle, integer, vocab, world, bytes, ids"),
-        (["--tokenizer", "integer"], "needs max_value; write --tokenizer TYPE:VALUE"),
-        (["--tokenizer", "integer:"], "the value is missing"),
-        (["--tokenizer", "integer:nine"], "'nine' is no whole number"),
-        (["--tokenizer", "integer:-1"], "'-1' is no whole number"),
-        (["--tokenizer", "ids:1"], "vocab_size is 1"),
-        (["--tokenizer", "bytes:3"], "bytes takes no value"),
-        (["--tokenizer", "vocab"], "needs path"),
-        (["--tokenizer", "vocab:nosuch.txt"], "nosuch.txt"),
-        (["--temperature", "warm"], "--temperature"),
-        (["--json", "--stream"], "--stream"),
-    ],
-    ids=" ".join,
+    ("tokenizer", "words"),
+    [("world", "str lacks decode, vocab_size, fingerprint"), (OwnIntegers, "OwnIntegers is a class")],
+    ids=["a name", "a class"],
 )
-def test_what_a_person_mistypes_is_one_clear_message_and_status_2(
-    run: rwkv_spec.Run, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
-    assert main(["generate", str(run.dir), *options]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and captured.out == ""
-    # The parser of options puts its usage above its one line.
-    lines = [line for line in captured.err.splitlines() if not line.startswith(("usage", " "))]
-    assert len(lines) == 1
+def test_what_is_no_tokenizer_is_a_value_error_in_words(bare: Path, tokenizer: object, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"tokenizer: {words}.*a tokenizer has encode\(text\)"):
+        rwkv_spec.generate(bare, "1", tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
-def test_bytes_that_are_no_text_are_said_with_their_place(
-    run: rwkv_spec.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"12\xff")))
-    assert main(["generate", str(run.dir), "--prompt", "-"]) == 2
-    assert "standard input: is not UTF-8 at byte 2" in capsys.readouterr().err
-
-
-def _endless(bare: Path, *options: str, **streams: object) -> subprocess.Popen[bytes]:
-    """A generation without an end, in a process of its own."""
-    command = [sys.executable, "-m", "rwkv_spec", "generate", str(bare), "--tokenizer", "integer:9"]
-    command += ["--temperature", "0", "--max-new-tokens", "1000000000", "--prompt", "1", *options]
-    return subprocess.Popen(
-        command,
-        cwd=bare.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        **streams,  # type: ignore[call-overload]
-    )
-
-
-def test_an_interrupt_in_the_middle_keeps_what_was_printed(bare: Path) -> None:
-    process = _endless(bare, "--stream", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    shown = process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    rest, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    numbers = (shown + rest).decode().split()
-    assert len(numbers) >= 10 and all(number.isdecimal() for number in numbers)
-    assert error.decode().strip() == "rwkv-spec: interrupted"
-
-
-def test_a_reader_that_goes_away_is_no_error(bare: Path) -> None:
-    process = _endless(bare, "--stream", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.stdout.close()
-    error = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=60), error) == (0, b"")
-
-
-@pytest.mark.skipif(shutil.which("sh") is None or sys.platform == "win32", reason="needs pseudo-terminals")
-def test_one_prompt_streams_on_a_terminal_of_its_own_accord(bare: Path) -> None:
-    import pty
-
-    ours, theirs = pty.openpty()
-    process = _endless(bare, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
-    shown = b""
-    # Without streaming nothing would come before the end, and there is none.
-    while len(shown) < 20 and select.select([ours], [], [], 120)[0]:
-        shown += os.read(ours, 64)
-    process.kill()
-    process.communicate()
-    os.close(ours)
-    assert len(shown) >= 20 and all(number.isdecimal() for number in shown.decode().split())
+def test_numbers_of_numpy_are_numbers(run: rwkv_spec.Run) -> None:
+    plain = run.generate("1 2", max_new_tokens=6, seed=4, top_k=5, temperature=1.5)
+    of_numpy = {
+        "max_new_tokens": np.int64(6),
+        "seed": np.uint32(4),
+        "top_k": np.int8(5),
+        "temperature": np.float32(1.5),
+    }
+    assert run.generate("1 2", **of_numpy) == plain  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_weights_are_preferred_final_then_best_then_the_newest_number(tmp_path: 
         assert find_weights(tmp_path).name == expected
         (tmp_path / "out" / expected).unlink()
     # Untrained weights are nobody's result.
-    with pytest.raises(CheckpointError, match=r"no weights in .*out; train first"):
+    with pytest.raises(CheckpointError, match=r"no weights in .*out; name a run folder that has trained"):
         find_weights(tmp_path)
 
 
@@ -52,6 +53,17 @@ def test_both_formats_are_found(tmp_path: Path) -> None:
     assert find_weights(tmp_path).name == "rwkv-3.safetensors"
     touch(tmp_path, "rwkv-final.safetensors")
     assert find_weights(tmp_path).name == "rwkv-final.safetensors"
+
+
+def test_a_run_that_was_stopped_early_generates_from_its_newest_state(work_dir: Path, tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    shutil.copytree(work_dir, stopped)
+    shutil.rmtree(stopped / "out")
+    (newest,) = (stopped / "state").iterdir()
+    assert find_weights(stopped) == newest / "weights.safetensors"
+    settings = {"max_new_tokens": 8, "seed": 3}
+    for source in (stopped, newest / "weights.safetensors"):
+        assert rwkv_spec.generate(source, "1 2", **settings) == rwkv_spec.generate(work_dir, "1 2", **settings)  # type: ignore[arg-type]
 
 
 def test_a_file_stands_for_itself(tmp_path: Path) -> None:

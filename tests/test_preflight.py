@@ -194,6 +194,30 @@ def test_a_missing_checkpoint_is_told_at_its_key(folder: Path) -> None:
     assert problem.key == "checkpoint.path" and str(folder / "weights.pth") in problem.what
 
 
+@pytest.mark.parametrize("way", ["by its name", "through a link to it", "through a link in its place"])
+def test_a_checkpoint_that_the_run_would_write_over_is_refused(folder: Path, way: str) -> None:
+    out, source = folder / "runs" / "spec" / "out", folder / "mini.pth"
+    out.mkdir(parents=True)
+    shutil.copy(GOLDEN / "x070_mini_L2-D128-V32.pth", out / "rwkv-init.pth")
+    name = str(out / "rwkv-init.pth")
+    if way == "through a link to it":
+        source.symlink_to(out / "rwkv-init.pth")
+        name = str(source)
+    elif way == "through a link in its place":
+        (out / "rwkv-init.pth").rename(source)
+        (out / "rwkv-init.pth").symlink_to(source)
+    text = checkpoint_spec(name, "{type: integer, max_value: 30}") + f"work_dir: {folder / 'runs' / 'spec'}\n"
+    (problem,) = problems(folder, text)
+    assert problem.key == "checkpoint.path" and "this run itself would write" in problem.what
+    # Beside the files of the run, or from another run's folder, it is only read.
+    (folder / "free.pth").write_bytes((GOLDEN / "x070_mini_L2-D128-V32.pth").read_bytes())
+    (out / "mine.pth").symlink_to(folder / "free.pth")
+    for good in (out / "mine.pth", folder / "free.pth"):
+        path = folder / "good.yaml"
+        path.write_text(text.replace(name, str(good)))
+        rwkv_spec.check(path)
+
+
 @pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_gives_the_pip_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tracker: str

@@ -140,6 +140,22 @@ def test_two_processes_leave_the_weights_of_one(both: tuple[Path, Path, str], na
         assert error < 1e-5, f"{key}: {error:.1e}"
 
 
+@pytest.mark.parametrize("type", ["x052", "x060"])
+def test_the_other_generations_have_the_losses_of_one_process_too(type: str, tmp_path: Path) -> None:
+    sections = {"model": {"type": type, "dropout": 0.2}}
+    alone = rwkv_spec.run(uneven(tmp_path / "one", **sections)).metrics
+    spec = uneven(tmp_path / "two", **sections)
+    code, out, error = finish(start(spec, launch_config(tmp_path, num_processes=2)))
+    assert code == 0, out + error
+    together = read_rows(tmp_path / "two" / "run" / "out" / "metrics.jsonl")
+    assert len(alone) == len(together) == 6
+    for left, right in zip(alone, together, strict=True):
+        assert right.loss == pytest.approx(left.loss, rel=1e-6)
+        assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-5)
+        if left.eval_loss is not None:
+            assert right.eval_loss == pytest.approx(left.eval_loss, rel=1e-6)
+
+
 def test_two_processes_bring_no_warnings(both: tuple[Path, Path, str]) -> None:
     assert "Warning" not in both[2]
 

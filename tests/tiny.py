@@ -53,3 +53,20 @@ def outputs(work_dir: Path) -> dict[str, bytes]:
             content = re.sub(rb"tokens/s \d+|at [\d:]+|NEW RUN .*", b"", content)
         found[path.name] = content
     return found
+
+
+def write_bare(folder: Path) -> Path:
+    """A checkpoint outside any run folder, of 11 ids, whose likeliest token is never the end of a document."""
+    import torch
+
+    from rwkv_spec.checkpoint.format import write_weights
+    from rwkv_spec.model.build import build_model, weights
+    from rwkv_spec.model.shapes import fresh_shape
+
+    model = build_model(fresh_shape("x070", n_layer=1, n_embd=32, head_size=16, vocab_size=11))
+    tensors = {name: tensor.clone() for name, tensor in weights(model).items()}
+    tensors["head.weight"] = torch.randn(11, 32, generator=torch.Generator().manual_seed(1))
+    tensors["head.weight"][0] = 0
+    tensors["emb.weight"] = torch.randn(11, 32, generator=torch.Generator().manual_seed(2))
+    write_weights(folder / "bare.pth", tensors, format="pth", dtype="fp32")
+    return folder / "bare.pth"

@@ -23,8 +23,6 @@ struct Dropout {
     uint64_t site, start;
 };
 
-struct Nothing {};
-
 inline uint64_t mix(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;

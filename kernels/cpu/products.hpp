@@ -41,7 +41,8 @@ inline int64_t pieces_of(const Product& p) { return (p.out + PIECE - 1) / PIECE;
 INLINE float activated(float x, Activation activation) {
     if (activation == TANH) return std::tanh(x);
     if (activation == SIGMOID) return 1.0f / (1.0f + std::exp(-x));
-    if (activation == SQUARED_RELU) return x > 0.0f ? x * x : 0.0f;
+    // What is not a number stays so.
+    if (activation == SQUARED_RELU) return x < 0.0f ? 0.0f : x * x;
     return x;
 }
 
@@ -122,36 +123,40 @@ APART void rows_piece(const Product& p, int64_t B, int64_t first, int64_t end) {
                 dot_block(p, at, end - at < ROWS ? end - at : ROWS, b, B - b < VECTORS_OF_X ? B - b : VECTORS_OF_X);
 }
 
-// COUNT vectors by PIECE outputs, whose sums fill the lanes.
-template <int COUNT>
-INLINE void whole_columns(const Product& p, int64_t b, int64_t first) {
-    V total[COUNT][PIECE / W];
+// COUNT vectors by REGISTERS * W outputs, whose sums fill the lanes.
+template <int COUNT, int REGISTERS>
+INLINE void columns_block(const Product& p, int64_t b, int64_t first) {
+    V total[COUNT][REGISTERS];
     UNROLL
     for (int q = 0; q < COUNT; q++)
         UNROLL
-        for (int n = 0; n < PIECE / W; n++) total[q][n] = V{};
+        for (int n = 0; n < REGISTERS; n++) total[q][n] = V{};
     for (int64_t j = 0; j < p.in; j++) {
         UNROLL
-        for (int n = 0; n < PIECE / W; n++) {
+        for (int n = 0; n < REGISTERS; n++) {
             const V weight = get(p.weight + j * p.out + first + n * W);
             UNROLL
             for (int q = 0; q < COUNT; q++) total[q][n] += weight * p.x[(b + q) * p.in + j];
         }
     }
-    alignas(64) float y[PIECE];
+    alignas(64) float y[REGISTERS * W];
     for (int q = 0; q < COUNT; q++) {
-        for (int n = 0; n < PIECE / W; n++) store(y + n * W, total[q][n]);
-        for (int64_t i = 0; i < PIECE; i++) finish(p, b + q, first + i, y[i]);
+        for (int n = 0; n < REGISTERS; n++) store(y + n * W, total[q][n]);
+        for (int64_t i = 0; i < REGISTERS * W; i++) finish(p, b + q, first + i, y[i]);
     }
 }
 
-APART void columns_piece(const Product& p, int64_t B, int64_t first, int64_t end) {
+template <int REGISTERS>
+APART void columns_of_registers(const Product& p, int64_t B, int64_t first) {
     int64_t b = 0;
-    if (end - first == PIECE) {
-        for (; b + VECTORS_OF_X <= B; b += VECTORS_OF_X) whole_columns<VECTORS_OF_X>(p, b, first);
-        for (; b < B; b++) whole_columns<1>(p, b, first);
-    }
-    for (; b < B; b++)
+    for (; b + VECTORS_OF_X <= B; b += VECTORS_OF_X) columns_block<VECTORS_OF_X, REGISTERS>(p, b, first);
+    for (; b < B; b++) columns_block<1, REGISTERS>(p, b, first);
+}
+
+APART void columns_piece(const Product& p, int64_t B, int64_t first, int64_t end) {
+    if (end - first == PIECE) return columns_of_registers<PIECE / W>(p, B, first);
+    for (; first + W <= end; first += W) columns_of_registers<1>(p, B, first);
+    for (int64_t b = 0; b < B; b++)
         for (int64_t row = first; row < end; row++) {
             float y = 0.0f;
             for (int64_t j = 0; j < p.in; j++) y += p.weight[j * p.out + row] * p.x[b * p.in + j];

@@ -51,8 +51,6 @@ struct Mix {
     float* out;
 };
 
-struct Nothing {};
-
 APART void mix_piece(const Mix& c, int64_t row, Nothing&) {
     const float *x = c.x + row * c.C, *previous = c.previous + row * c.C;
     for (int64_t m = 0; m < c.count; m++) {
@@ -191,11 +189,12 @@ APART void step6_head(const Step6& c, int64_t item, Step6Room& m) {
     for (int64_t j = 0; j < N; j++) bonus += r[j] * u[j] * k[j];
     for (int64_t i = 0; i < N; i += W) store(m.y + i, get(v + i) * bonus);
     for (int64_t j = 0; j < N; j++) {
-        const float decay = std::exp(-std::exp(w_raw[j])), r_j = r[j], k_j = k[j];
+        // As in the parallel form, decay - 1: near 1 a float32 is too coarse for a decay.
+        const float fade = std::expm1(-std::exp(w_raw[j])), r_j = r[j], k_j = k[j];
         for (int64_t i = 0; i < N; i += W) {
             const V s = get(from + j * N + i);
             store(m.y + i, load(m.y + i) + s * r_j);
-            put(to + j * N + i, s * decay + get(v + i) * k_j);
+            put(to + j * N + i, s + (s * fade + get(v + i) * k_j));
         }
     }
     norm_row(m.y, N, c.ln_weight + of, c.ln_bias + of, c.eps);

@@ -13,6 +13,9 @@ namespace {
 
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
+// Room where none is needed.
+struct Nothing {};
+
 // PIECE does one piece of the call, with room of its own for each thread.
 template <class Call, class Room, void (*PIECE)(const Call&, int64_t, Room&)>
 struct Work {

@@ -43,18 +43,21 @@ _REFUSED = {
     ),
 }
 INITIAL_STATE = "initial state"
+_MOMENTS = (".exp_avg", ".exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Detected:
     """A model's shape as its tensors tell it. dtype is that of most of its numbers: fp32, bf16, fp16 or fp64.
 
+    other_dtypes: those of the rest, with the number of tensors of each.
     has_block0_value_residual: block 0's v0, v1 and v2 are in the file; they are never used, and most published files
     lack them. has_initial_state: the file holds the time_state that state tuning leaves.
     """
 
     shape: ModelShape
     dtype: str
+    other_dtypes: Mapping[str, int]
     num_parameters: int
     has_block0_value_residual: bool
     has_initial_state: bool
@@ -120,12 +123,15 @@ def detect(tensors: Mapping[str, TensorInfo], *, where: Path) -> Detected:
     except ValueError as error:
         raise CheckpointError(f"{where}: its tensors do not fit together: {error}") from error
     _account_for_all(tensors, shape, where=where)
-    elements = dict.fromkeys(DTYPES, 0)
+    elements, counts = dict.fromkeys(DTYPES, 0), dict.fromkeys(DTYPES, 0)
     for info in tensors.values():
         elements[info.dtype] += math.prod(info.shape)
+        counts[info.dtype] += 1
+    most = max(elements, key=lambda dtype: elements[dtype])
     return Detected(
         shape=shape,
-        dtype=max(elements, key=lambda dtype: elements[dtype]),
+        dtype=most,
+        other_dtypes={dtype: count for dtype, count in counts.items() if count and dtype != most},
         num_parameters=sum(elements.values()),
         has_block0_value_residual="blocks.0.att.v1" in tensors,
         has_initial_state="blocks.0.att.time_state" in tensors,
@@ -151,6 +157,9 @@ def describe(header: Header) -> Info:
     for name, parameter in parameter_shapes(shape).items():
         counts[parameter.group] += parameter.num_elements if name in header.tensors else 0
     remarks = header.remarks
+    if found.other_dtypes:
+        others = ", ".join(f"{count} in {dtype}" for dtype, count in found.other_dtypes.items())
+        remarks += (f"not all of its {len(header.tensors)} tensors are in {found.dtype}: {others}",)
     if found.has_initial_state:
         counts[INITIAL_STATE] = found.num_parameters - sum(counts.values())
         remarks += ("holds an initial state from state tuning (att.time_state), which this version does not use",)
@@ -179,6 +188,8 @@ def _generation_of(tensors: Mapping[str, TensorInfo]) -> str:
     def has(*starts: str) -> bool:
         return any(part.startswith(starts) for part in parts)
 
+    if any(name.endswith(_MOMENTS) for name in tensors):
+        return ""
     if has("att.r_k", "att.x_r", "att.k_k", "att.a0"):
         if has("ffn.s_emb"):
             return "x070b" if has("qkv.") else "x070a"
@@ -201,6 +212,8 @@ def _describe_strange(tensors: Mapping[str, TensorInfo]) -> str:
     names = list(tensors)
     if all(name.endswith(".att.time_state") for name in names):
         return "an initial state from state tuning, not a model's weights"
+    if any(name.endswith(_MOMENTS) for name in names):
+        return f"the state of an optimizer, not a model's weights (it holds {_listed(names)})"
     if any("lora_" in name for name in names):
         return f"an adapter (LoRA), not a model's weights (it holds {_listed(names)})"
     if any(name.startswith(("model.", "transformer.", "layers.")) or name == "lm_head.weight" for name in names):

@@ -14,14 +14,14 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
 import safetensors.torch
 import torch
 
-from rwkv_spec.atomic import flush_folder, temporary_sibling
+from rwkv_spec.atomic import discard, flush_folder, temporary_sibling
+from rwkv_spec.checkpoint.not_weights import HEAD_BYTES, describe_content, describe_folder, describe_missing
 from rwkv_spec.errors import CheckpointError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -29,9 +29,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FORMATS = ("pth", "safetensors")
 _Value = TypeVar("_Value")
 
-# Wrappers (torch.compile, DDP, DeepSpeed) put these before every name, also one after the other.
-_PREFIXES = ("_forward_module.", "module.", "_orig_mod.")
-_HEAD_BYTES = 1024
+# Wrappers (torch.compile, DDP, DeepSpeed) put these before every name, also one after the other; a Lightning module
+# puts "model." before published names, which begin the names of other libraries as well.
+_PREFIXES = re.compile(r"(_forward_module\.|module\.|_orig_mod\.|model\.(?=(emb|blocks|ln_out|head|model)\.))+")
 _CHUNK_BYTES = 1 << 20
 
 # What torch, pickle, zipfile and safetensors raise on files that are damaged or were never weights.
@@ -125,10 +125,18 @@ def write_weights(path: Path, weights: Mapping[str, torch.Tensor], *, format: st
             _save_safetensors(temporary, own)
         temporary.replace(path)
         flush_folder(path.parent)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot write the weights: {_one_line(error)}") from error
+    except (OSError, RuntimeError, UnicodeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot write the weights: {_one_line(_system_error(error))}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
+
+
+def _system_error(error: BaseException) -> BaseException:
+    """The system's own words, such as of a full disk: torch's zip writer hides them behind a count of bytes."""
+    hidden: BaseException | None = error
+    while hidden is not None and not isinstance(hidden, OSError):
+        hidden = hidden.__context__
+    return error if hidden is None else hidden
 
 
 def _save_safetensors(temporary: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -155,14 +163,18 @@ def cast(tensor: torch.Tensor, dtype: str | None, *, where: str) -> torch.Tensor
 def _kind_of(path: Path) -> str:
     """zip (torch), pickle (torch before 1.6) or safetensors, judged by content; anything else is a CheckpointError."""
     try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{path}: its name is no UTF-8 text, which torch cannot open; rename it") from error
+    try:
         if path.is_dir():
-            raise CheckpointError(_describe_folder(path))
+            raise CheckpointError(describe_folder(path))
         if not path.exists():
-            raise CheckpointError(_describe_missing(path))
+            raise CheckpointError(describe_missing(path))
         if not path.is_file():
             raise CheckpointError(f"{path}: is a device or a pipe, not a weights file")
         with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(HEAD_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from error
     if not head:
@@ -175,65 +187,7 @@ def _kind_of(path: Path) -> str:
     # A legacy file by torch and any other pickle look alike here; torch tells them apart without running them.
     if head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
         return "pickle"
-    raise CheckpointError(f"{path}: {_describe_content(head)}")
-
-
-def _describe_missing(path: Path) -> str:
-    parent = path.parent
-    if not parent.is_dir():
-        return f"{path}: does not exist, and neither does the folder {parent}"
-    names = sorted(entry.name for entry in parent.iterdir())
-    near = get_close_matches(path.name, names, n=3, cutoff=0.6)
-    near += [name for name in names if name.startswith(path.name + ".") and name not in near]
-    if near:
-        return f"{path}: does not exist; near it in {parent}: {', '.join(near[:3])}"
-    weights = [name for name in names if name.endswith((".pth", ".safetensors"))]
-    return f"{path}: does not exist; weights files in {parent}: {', '.join(weights[:5]) or 'none'}"
-
-
-def _describe_folder(path: Path) -> str:
-    names = sorted(entry.name for entry in path.iterdir())
-    weights = [name for name in names if name.endswith((".pth", ".safetensors"))]
-    weights += sorted(f"out/{entry.name}" for entry in (path / "out").glob("*.pth"))
-    if weights:
-        return f"{path}: is a folder; name one of its weights files: {', '.join(weights[:8])}"
-    holds = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{path}: is a folder ({f'it holds {holds}' if names else 'it is empty'}); name a weights file"
-
-
-def _describe_content(head: bytes) -> str:
-    text = _text_of(head)
-    if text is not None and text.startswith("version https://git-lfs"):
-        size = re.search(r"^size (\d+)", text, re.MULTILINE)
-        of_size = f" of {int(size.group(1)):,} bytes" if size else ""
-        return f"is a Git LFS pointer, not the weights{of_size}; run `git lfs pull` or download the file itself"
-    if text is not None and text.lstrip("\ufeff \t\r\n").lower().startswith(("<!doctype", "<html", "<?xml")):
-        return "is a web page saved under this name; download the file itself (the raw link, logged in where needed)"
-    if text is not None:
-        return f"is text, not weights; it starts with {text.strip()[:40]!r}"
-    if head[257:262] == b"ustar":
-        return "is a tar archive; unpack it, or save the weights again with torch.save or as safetensors"
-    if head.startswith(b"GGUF"):
-        return "is a GGUF file (llama.cpp); get the .pth or .safetensors of the same model"
-    if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x28\xb5\x2f\xfd")):
-        return "is a compressed archive; unpack it first"
-    if head.startswith(b"PK\x05\x06"):
-        return "is a zip archive without files"
-    if not head.strip(b"\0"):
-        return "starts with nothing but zero bytes, as an unfinished download does; fetch it again"
-    return "is neither a torch nor a safetensors file; its first bytes are " + head[:8].hex(" ")
-
-
-def _text_of(head: bytes) -> str | None:
-    """The head as text, or None where it is none. The cut may fall inside a character."""
-    if b"\0" in head:
-        return None
-    for cut in range(4 if len(head) == _HEAD_BYTES else 1):
-        try:
-            return head[: len(head) - cut].decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-    return None
+    raise CheckpointError(f"{path}: {describe_content(head)}")
 
 
 def _read_torch(path: Path, *, zipped: bool, verify: bool) -> dict[str, torch.Tensor]:
@@ -309,6 +263,11 @@ def _state_dict(path: Path, value: object) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: holds no tensors at all")
     if "param_groups" in value or {"exp_avg", "exp_avg_sq"} & value.keys():
         raise CheckpointError(f"{path}: is the state of an optimizer, not a model's weights; name a weights file")
+    if "_strategy" in value:
+        raise CheckpointError(
+            f"{path}: was converted by the rwkv package for one strategy of its own, which changes the numbers; name "
+            "the file that it was made from"
+        )
     for key in ("state_dict", "model", "module", "model_state_dict"):
         if isinstance(value.get(key), dict):
             raise CheckpointError(
@@ -365,9 +324,8 @@ def _describe_safetensors(path: Path, error: BaseException) -> str:
 def _without_prefixes(path: Path, named: Mapping[str, _Value]) -> dict[str, _Value]:
     result: dict[str, _Value] = {}
     for name, value in named.items():
-        short = name
-        while short.startswith(_PREFIXES):
-            short = short[short.index(".") + 1 :]
+        match = _PREFIXES.match(name)
+        short = name if match is None else name[match.end() :]
         if short in result:
             raise CheckpointError(f"{path}: has {shown(short)} twice, under different prefixes")
         result[short] = value

@@ -16,7 +16,7 @@ PUBLISHED: Final = "published"
 HF_RWKV7: Final = "Hugging Face, as flash-linear-attention and rwkv7-hf write it"
 HF_RWKV56: Final = "Hugging Face, as the transformers code of RWKV-5 and RWKV-6 writes it"
 
-# How a tensor lies in a file: as published, as the transposed matrix, or [C] in place of [1, 1, C].
+# How a tensor lies in a file: as published, as the transposed matrix, or perhaps as [C] in place of [1, 1, C].
 AS_IS: Final = ""
 TURNED: Final = "turned"
 FLAT: Final = "flat"
@@ -25,10 +25,17 @@ _LAYER = r"(0|[1-9]\d{0,5})"
 _PUBLISHED_BLOCK = re.compile(rf"blocks\.{_LAYER}\.(.+)", re.DOTALL)
 _HF_RWKV7_BLOCK = re.compile(rf"model\.layers\.{_LAYER}\.(.+)", re.DOTALL)
 _HF_RWKV56_BLOCK = re.compile(rf"rwkv\.blocks\.{_LAYER}\.(.+)", re.DOTALL)
+# Published as [1, 1, C]; some programs write them without the sizes of 1.
+_VECTORS = re.compile(
+    r"blocks\.\d+\.(att|ffn)\.(x_[rwkvag]|[wav]0|k_k|k_a|time_mix_[kvrg]|time_maa_[xwkvrg]|time_decay)"
+)
 _LATER_LN0 = re.compile(r"blocks\.[1-9]\d{0,5}\.ln0\.(weight|bias)")
 # An early flash-linear-attention kept the six mixes in one tensor [6, C], in this order.
 _STACKED_MIXES = tuple(f"att.x_{letter}" for letter in "rwkvag")
 NUM_STACKED: Final = len(_STACKED_MIXES)
+# Those who read and write this layout take the group norm's epsilon from the head size; the published one is 64e-5 for
+# every size, so that the two agree for this size only.
+HF_RWKV7_HEAD_SIZE: Final = 64
 
 _HF_RWKV7_TOP = {
     "emb.weight": "model.embeddings.weight",
@@ -146,7 +153,7 @@ def _published(theirs: str, layout: str) -> list[tuple[str, Place]]:
     if layout == HF_RWKV7:
         return _published_rwkv7(theirs)
     name = _published_rwkv56(theirs) if layout == HF_RWKV56 else theirs
-    return [(name, Place(theirs))]
+    return [(name, Place(theirs, FLAT if _VECTORS.fullmatch(name) else AS_IS))]
 
 
 def _published_rwkv7(theirs: str) -> list[tuple[str, Place]]:

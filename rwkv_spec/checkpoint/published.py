@@ -13,9 +13,20 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from rwkv_spec.checkpoint.folder import Folder, is_weights_folder, open_folder
+from rwkv_spec.checkpoint.folder import Folder, check_sizes, is_weights_folder, open_folder
 from rwkv_spec.checkpoint.format import Header, TensorInfo, read_header, read_weights, shown
-from rwkv_spec.checkpoint.names import AS_IS, FLAT, NUM_STACKED, TURNED, Naming, Place, naming_of, to_huggingface
+from rwkv_spec.checkpoint.names import (
+    AS_IS,
+    FLAT,
+    HF_RWKV7,
+    HF_RWKV7_HEAD_SIZE,
+    NUM_STACKED,
+    TURNED,
+    Naming,
+    Place,
+    naming_of,
+    to_huggingface,
+)
 from rwkv_spec.checkpoint.state import file_sha256
 from rwkv_spec.errors import CheckpointError
 
@@ -26,8 +37,8 @@ _Value = TypeVar("_Value")
 
 def open_header(path: Path) -> Header:
     """Names, shapes and dtypes of a checkpoint as published, with the layout it has and remarks on it."""
-    if is_weights_folder(path):
-        folder = open_folder(path)
+    folder = open_folder(path) if is_weights_folder(path) else None
+    if folder is not None:
         headers = {file: read_header(file) for file in folder.all_files}
         infos = _merged(folder, {file: header.tensors for file, header in headers.items()})
         file_format, file_bytes = FOLDER_FORMAT, sum(header.file_bytes for header in headers.values())
@@ -36,18 +47,21 @@ def open_header(path: Path) -> Header:
         infos, file_format, file_bytes = dict(header.tensors), header.format, header.file_bytes
     naming = _naming(path, infos)
     tensors = {name: _info(infos[place.name], place) for name, place in naming.places.items()}
+    _check_layout(path, folder, naming, {name: info.shape for name, info in tensors.items()})
     return Header(path, file_format, file_bytes, tensors, naming.layout, _remarks(naming))
 
 
 def open_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint on the CPU as published. What is not turned stays mapped from its file."""
-    if is_weights_folder(path):
-        folder = open_folder(path)
+    folder = open_folder(path) if is_weights_folder(path) else None
+    if folder is not None:
         tensors = _merged(folder, {file: read_weights(file) for file in folder.all_files})
     else:
         tensors = read_weights(path)
     naming = _naming(path, tensors)
-    return {name: _tensor(tensors[place.name], place) for name, place in naming.places.items()}
+    weights = {name: _tensor(tensors[place.name], place) for name, place in naming.places.items()}
+    _check_layout(path, folder, naming, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    return weights
 
 
 def to_huggingface_layout(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,6 +107,18 @@ def _naming(path: Path, names: Iterable[str]) -> Naming:
     if naming.twice:
         raise CheckpointError(f"{path}: has {_listed(naming.twice)} twice, under different names")
     return naming
+
+
+def _check_layout(path: Path, folder: Folder | None, naming: Naming, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse what would give other numbers here than in the programs that the layout belongs to."""
+    if folder is not None:
+        check_sizes(folder, shapes)
+    heads = shapes.get("blocks.0.att.r_k", ())
+    if naming.layout == HF_RWKV7 and len(heads) == 2 and heads[1] != HF_RWKV7_HEAD_SIZE:
+        raise CheckpointError(
+            f"{path}: has heads of {heads[1]}, for which the programs of this layout give a norm another epsilon than "
+            f"the published one; this version reads it for heads of {HF_RWKV7_HEAD_SIZE} only"
+        )
 
 
 def _remarks(naming: Naming) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from rwkv_spec.atomic import flush_folder, temporary_sibling, write_json
 from rwkv_spec.errors import CheckpointError
 
 FORMAT_VERSION = 1
+WEIGHTS = "weights.safetensors"
 _NAME = re.compile(r"step-(\d{8,})$")
 
 
@@ -70,7 +71,7 @@ def write_state(
     try:
         temporary.mkdir(parents=True)
         checksums = {}
-        for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer)):
+        for name, tensors in ((WEIGHTS, weights), ("optimizer.safetensors", optimizer)):
             file = temporary / name
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, file)
             _flush_file(file)
@@ -122,7 +123,7 @@ def read_state(folder: Path) -> SavedState:
     manifest = read_manifest(folder)
     files = manifest.get("files")
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    for name in ("weights.safetensors", "optimizer.safetensors"):
+    for name in (WEIGHTS, "optimizer.safetensors"):
         path = folder / name
         entry = files.get(name) if isinstance(files, dict) else None
         expected = entry.get("sha256") if isinstance(entry, dict) else None
@@ -134,7 +135,7 @@ def read_state(folder: Path) -> SavedState:
             raise CheckpointError(f"{path}: cannot be read ({error}); {_advice(folder)}") from error
     record = manifest["record"]
     assert isinstance(record, dict)
-    return SavedState(step_of(folder), tensors["weights.safetensors"], tensors["optimizer.safetensors"], record)
+    return SavedState(step_of(folder), tensors[WEIGHTS], tensors["optimizer.safetensors"], record)
 
 
 def _advice(folder: Path) -> str:

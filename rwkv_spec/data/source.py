@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rwkv_spec.data.binidx import IndexedReader, bin_path, idx_path
 from rwkv_spec.errors import DataError
+from rwkv_spec.paths import expanded
 from rwkv_spec.tokenizer.protocol import EncodeError, advice, integer_array
 
 # What a source may be given as: a path, a 1-D or 2-D integer array, a list of integers, or a list of such lists.
@@ -114,7 +115,7 @@ class Source:
 def open_source(given: Given, *, name: str = "data") -> Source:
     """Open one source; DataError where it is missing, empty, of an unknown kind or holds no integers."""
     if isinstance(given, (str, Path)):
-        return _open_path(Path(given).expanduser())
+        return _open_path(expanded(given))
     if isinstance(given, np.ndarray) or hasattr(given, "__array__"):
         return Source("array", name, array=_checked(np.asarray(given), name))
     if isinstance(given, (list, tuple)):

@@ -1,6 +1,7 @@
 """Where sequences stand: what a model has read, and how it reads on by its parallel form.
 
-Prompts of unequal length share a batch without padding, so that a sequence gets the numbers it would get alone.
+Prompts of unequal length share a batch without padding, so that a sequence gets the numbers it would get alone, up to
+rounding: a matrix product of another size may add in another order.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 
 from rwkv_spec.generation.context import GenerationState, fresh, read
 from rwkv_spec.generation.penalty import END_OF_DOCUMENT
-from rwkv_spec.generation.sample import Sampling, check_seed, sample, uniform
+from rwkv_spec.generation.sample import Sampling, check_seed, is_whole, sample, uniform
 from rwkv_spec.generation.stop import IdRow, StoppedBy
 from rwkv_spec.model.language_model import LanguageModel
 
@@ -54,19 +54,18 @@ def generate(
     stop_sequences: Sequence[Sequence[int]] = (),
     stop_at_end_of_document: bool = True,
     seed: int = 0,
-    num_ids: int | None = None,
+    left_out: Sequence[int] = (),
 ) -> list[Generation]:
     """Continue every prompt by at most max_new_tokens tokens; row i draws with seed + i.
 
-    An empty prompt starts from id 0. `num_ids` leaves out the ids from there on: those that a padded
-    vocabulary has beyond its tokenizer's. Bad arguments are ValueErrors.
+    An empty prompt starts from id 0. The ids `left_out` are never drawn: those that name nothing. Bad arguments are
+    ValueErrors.
     """
     sampling = Sampling(
         temperature, top_k, top_p, presence_penalty, frequency_penalty, penalty_decay, repetition_penalty
     )
     check_length(max_new_tokens)
     check_seed(seed, count=len(prompts))
-    num_ids = _checked_num_ids(model, num_ids)
     starts = [checked_ids(model, prompt, what=f"prompt {row}") for row, prompt in enumerate(prompts)]
     stops = checked_stops(model, stop_sequences)
     rows = [
@@ -80,7 +79,7 @@ def generate(
             [ids or [END_OF_DOCUMENT] for ids in starts],
             generated=False,
         )
-        for row, token, logprob in draws(model, start, rows, sampling=sampling, num_ids=num_ids, seed=seed):
+        for row, token, logprob in draws(model, start, rows, sampling=sampling, left_out=left_out, seed=seed):
             rows[row].take(token, logprob)
     return [Generation(row.ids, row.logprobs, row.stopped_by or "length") for row in rows]
 
@@ -91,12 +90,13 @@ def draws(
     rows: Sequence[Row],
     *,
     sampling: Sampling,
-    num_ids: int,
+    left_out: Sequence[int],
     seed: int,
 ) -> Iterator[tuple[int, int, float]]:
     """(row, token, log-probability), one token after the other for each row; whoever asks for the next one has given
     it to rows[row].take before. Ends when every row has a reason to stop."""
     logits_BV, state = start.logits_BV, start.state
+    num_ids, gaps = _drawable(model.shape.vocab_size, left_out)
     histories = [sampling.history(*of_row) for of_row in zip(start.ids, start.generated, strict=True)]
     positions = [len(ids) for ids in start.ids]
     # The batch of states that it holds may be large.
@@ -120,10 +120,12 @@ def draws(
                 logits_BV, state = model.step(torch.tensor(tokens, device=logits_BV.device), state, out=out)
             is_own = True
         tokens, logprobs = sample(
-            logits_BV[:, :num_ids],
+            logits_BV,
             sampling=sampling,
             numbers=[uniform(seed + row, positions[row]) for row in here],
             histories=[histories[row] for row in here],
+            num_ids=num_ids,
+            gaps=gaps,
         )
         for row, token, logprob in zip(here, tokens, logprobs, strict=True):
             positions[row] += 1
@@ -135,7 +137,7 @@ def draws(
 
 def check_length(max_new_tokens: int) -> None:
     """ValueError unless it is a whole number of at least 0."""
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+    if not is_whole(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be a whole number of at least 0, got {max_new_tokens!r}")
 
 
@@ -164,9 +166,11 @@ def checked_stops(model: LanguageModel, stops: Sequence[Sequence[int]]) -> list[
     return checked
 
 
-def _checked_num_ids(model: LanguageModel, num_ids: int | None) -> int:
-    vocab_size = model.shape.vocab_size
-    num_ids = vocab_size if num_ids is None else num_ids
-    if not isinstance(num_ids, int) or not 1 <= num_ids <= vocab_size:
-        raise ValueError(f"num_ids must be a whole number from 1 to the model's {vocab_size}, got {num_ids!r}")
-    return num_ids
+def _drawable(vocab_size: int, left_out: Sequence[int]) -> tuple[int, list[int]]:
+    """So many ids from 0 on are drawn from, and those below that are left out. What pads a vocabulary costs nothing."""
+    gone, num_ids = set(left_out), vocab_size
+    while num_ids - 1 in gone:
+        num_ids -= 1
+    if num_ids == 0:
+        raise ValueError("every id of the model is left out, so that none can be drawn")
+    return num_ids, sorted(index for index in gone if 0 <= index < num_ids)

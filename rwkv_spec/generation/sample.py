@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -51,10 +52,13 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         # Written so that NaN, which compares as false, is refused too.
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 0:
+        if not is_whole(self.top_k) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 for no limit, got {self.top_k!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
@@ -85,9 +89,14 @@ class Sampling:
         return history
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is an integer of any type, such as numpy's, but no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def check_seed(seed: int, *, count: int) -> None:
     """ValueError unless seed, seed + 1, ... give `count` sequences a seed each."""
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= _MAX_SEED - count:
+    if not is_whole(seed) or not 0 <= seed <= _MAX_SEED - count:
         raise ValueError(f"seed must be a whole number from 0 to {_MAX_SEED - count}, got {seed!r}")
 
 
@@ -104,10 +113,13 @@ def sample(
     sampling: Sampling,
     numbers: Sequence[float],
     histories: Sequence[History | None] | None = None,
+    num_ids: int | None = None,
+    gaps: Sequence[int] = (),
 ) -> tuple[list[int], list[float]]:
     """(token, log-probability) of each row; row i is drawn by numbers[i], in [0, 1), and penalised by its history.
 
-    Log-probabilities are the model's own: no penalties, no temperature, nothing left out.
+    Chosen from are the first num_ids tokens (None: all) but those in `gaps`. Log-probabilities are the model's own: no
+    penalties, no temperature, nothing left out.
     """
     if logits_BV.shape[0] != len(numbers):
         raise ValueError(f"{logits_BV.shape[0]} rows of logits need as many numbers, got {len(numbers)}")
@@ -116,7 +128,9 @@ def sample(
     least, most_B1 = logits_BV.amin(), logits_BV.amax(dim=-1, keepdim=True)
     if not (math.isfinite(float(least)) and bool(torch.isfinite(most_B1).all())):
         raise NonFiniteLogits("the model gives logits that are not finite numbers, so that no token can be chosen")
-    penalised_BV = _penalised(logits_BV, histories)
+    penalised_BV = _penalised(logits_BV[:, :num_ids], histories)
+    if gaps:
+        penalised_BV = penalised_BV.index_fill(1, torch.tensor(gaps), -math.inf)
     tokens_B = penalised_BV.argmax(dim=-1) if sampling.temperature == 0 else _draw(penalised_BV, sampling, numbers)
     # A sum of 65536 probabilities keeps its digits in float64 only.
     total_B = (logits_BV - most_B1).exp_().sum(dim=-1, dtype=torch.float64)
@@ -174,6 +188,5 @@ def _largest(scaled_V: Tensor, sampling: Sampling) -> Tensor:
 def _place(weights_BK: Tensor, numbers_B: Tensor) -> Tensor:
     """The place in each row that its number in [0, 1) falls on, where a place is as wide as its weight."""
     cumulative_BK = weights_BK.cumsum(dim=-1, dtype=torch.float64)
-    place_B1 = torch.searchsorted(cumulative_BK, numbers_B[:, None] * cumulative_BK[:, -1:], right=True)
-    # Rounding could place the draw behind the last one.
-    return place_B1.squeeze(1).clamp_max(weights_BK.shape[1] - 1)
+    # A number of 53 bits below 1, times the total, stays below the total when rounded: no draw falls behind the end.
+    return torch.searchsorted(cumulative_BK, numbers_B[:, None] * cumulative_BK[:, -1:], right=True).squeeze(1)

@@ -19,13 +19,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from rwkv_spec.atomic import flush_folder, temporary_sibling
+from rwkv_spec.atomic import discard, flush_folder, temporary_sibling
 from rwkv_spec.checkpoint.format import Header, read_header, read_weights
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.generation.context import GenerationState
 from rwkv_spec.model.build import weights
 from rwkv_spec.model.language_model import LanguageModel, State
 from rwkv_spec.model.shapes import UNTRAINED, parameter_groups
+from rwkv_spec.paths import expanded
 
 _FORMAT = "rwkv_spec generation state 1"
 # Of each tensor: training moves every weight, so that a few tell two checkpoints apart.
@@ -35,16 +36,24 @@ _FLOATS = ("fp32", "bf16", "fp16", "fp64")
 
 def check_state_target(path: Path) -> None:
     """CheckpointError where save_state could not write, before anything was generated."""
-    if path.exists():
+    # A link that leads nowhere is somebody's, too.
+    if os.path.lexists(path):
         raise CheckpointError(f"{path}: is there already and was left alone; name another file, or delete it first")
     if not path.parent.is_dir():
         raise CheckpointError(f"{path}: the folder {path.parent} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise CheckpointError(f"{path}: the folder {path.parent} may not be written to; name another one")
 
 
 def save_state(path: str | Path, state: GenerationState, model: LanguageModel) -> None:
     """Write a state of this model. A file that is there already is left alone, and the error says so."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     check_state_target(path)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in (*state.state.tensors, state.logits_BV)):
+        raise CheckpointError(
+            f"{path}: was not written, since the state holds numbers that are not finite; the model's weights are "
+            "damaged, or their training had diverged"
+        )
     tensors = {
         "att_shift": state.state.att_shift,
         "wkv": state.state.wkv,
@@ -69,12 +78,12 @@ def save_state(path: str | Path, state: GenerationState, model: LanguageModel) -
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write the state: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
 
 
 def load_state(path: str | Path, model: LanguageModel) -> GenerationState:
     """Read a state for this model, in its dtypes and on its device. A CheckpointError says what else the file is."""
-    path = Path(path).expanduser()
+    path = expanded(path)
     header = read_header(path)
     if header.format != "safetensors":
         raise CheckpointError(f"{path}: is a weights file, not a state that was saved by generate")

@@ -14,7 +14,9 @@ from rwkv_spec.generation.sample import NonFiniteLogits, Sampling, check_seed
 from rwkv_spec.generation.state_file import check_state_target, load_state, save_state
 from rwkv_spec.generation.stop import NumberRow, StoppedBy, TextRow, rest_ids
 from rwkv_spec.model.language_model import LanguageModel
-from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer, num_drawable_ids, stream_decoder
+from rwkv_spec.paths import expanded
+from rwkv_spec.tokenizer.byte import utf8
+from rwkv_spec.tokenizer.protocol import NumericTokenizer, Tokenizer, shorten, stream_decoder, undrawable_ids
 
 # Text, or values of a numeric tokenizer.
 Written = str | Sequence[int]
@@ -42,7 +44,7 @@ class TextStream:
 
     At the end `save_state` is written: the state then stands at the ends of the texts. A token is drawn by the seed,
     the row and its place in the sequence, so that going on from there draws what a longer generation would have drawn,
-    and prompts read in parts draw what whole ones would have drawn.
+    and prompts read in parts draw what whole ones would have drawn: from the same logits, up to rounding.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class TextStream:
         stops = [stop_sequences] if isinstance(stop_sequences, str) else stop_sequences
         check_length(max_new_tokens)
         check_seed(seed, count=len(self._prompts))
-        self._target = None if save_state is None else Path(save_state).expanduser()
+        self._target = None if save_state is None else expanded(save_state)
         if self._target is not None:
             check_state_target(self._target)
+            if not self._prompts:
+                raise ValueError("save_state needs at least one prompt, which may be empty: there is nothing to save")
         first = [END_OF_DOCUMENT] if given is None else []
         encoded = [_encode(tokenizer, prompt, what="prompt") for prompt in self._prompts]
-        self._ids = [checked_ids(model, [*first, *ids], what=f"prompt {row}") for row, ids in enumerate(encoded)]
+        self._ids = [[*first, *checked_ids(model, ids, what=f"prompt {row}")] for row, ids in enumerate(encoded)]
         self._rows = _rows(model, tokenizer, stops, count=len(encoded), max_new_tokens=max_new_tokens)
         self._given = None if given is None else _matching(given, count=len(encoded))
         self._pieces = self._generate()
@@ -97,8 +101,8 @@ class TextStream:
             return
         before = fresh(self._model, batch_size=len(self._ids)) if self._given is None else self._given
         start = read(self._model, before, self._ids, generated=False)
-        num_ids = min(num_drawable_ids(self._tokenizer), self._model.shape.vocab_size)
-        tokens = draws(self._model, start, self._rows, sampling=self._sampling, num_ids=num_ids, seed=self._seed)
+        left_out = undrawable_ids(self._tokenizer, num_rows=self._model.shape.vocab_size)
+        tokens = draws(self._model, start, self._rows, sampling=self._sampling, left_out=left_out, seed=self._seed)
         # A batch of states may be large: those that are needed no more are let go.
         del before
         if self._target is None:
@@ -130,7 +134,7 @@ def _matching(state: GenerationState, *, count: int) -> GenerationState:
         return state
     if state.batch_size == 1 and count > 0:
         return state.repeated(count)
-    raise UserError(f"the state holds {state.batch_size} sequences, but there are {count} prompts; give as many")
+    raise UserError(f"the state holds {state.batch_size} sequences, but the prompts given are {count}; give as many")
 
 
 def _rows(
@@ -146,17 +150,29 @@ def _rows(
         raise UserError(f"{type(tokenizer).__name__} takes stop sequences of text, not lists of values")
     if not all(of_text):
         raise ValueError("a stop sequence is empty, and would stop before the first token; leave it out")
+    for stop in of_text:
+        _check_characters(stop)
     return [TextRow(tokenizer, decoder, stops=of_text, max_new_tokens=max_new_tokens) for decoder in decoders]
 
 
+def _check_characters(stop: str) -> None:
+    """No text holds half of a surrogate pair, so that such a stop would silently be none."""
+    try:
+        utf8(stop)
+    except ValueError as error:
+        raise UserError(f"stop sequence {shorten(repr(stop))}: {error}") from error
+
+
 def _encode(tokenizer: Tokenizer, written: Written, *, what: str) -> list[int]:
+    # A prompt may be a whole book.
+    shown = shorten(repr(written))
     try:
         if isinstance(written, str):
             return list(tokenizer.encode(written))
         if not hasattr(written, "__iter__"):
-            raise UserError(f"{what} {written!r}: is neither text nor a list of values; put one prompt into a list too")
+            raise UserError(f"{what} {shown}: is neither text nor a list of values; put a single one into a list too")
         if isinstance(tokenizer, NumericTokenizer):
             return [int(index) for index in tokenizer.encode_sequence(list(written))]
     except ValueError as error:
-        raise UserError(f"{what} {written!r}: {error}") from error
-    raise UserError(f"{what} {written!r}: {type(tokenizer).__name__} takes text, not a list of values")
+        raise UserError(f"{what} {shown}: {error}") from error
+    raise UserError(f"{what} {shown}: {type(tokenizer).__name__} takes text, not a list of values")

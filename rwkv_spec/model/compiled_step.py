@@ -109,7 +109,7 @@ class CompiledStep:
         for index in ids:
             if not 0 <= index < self._num_ids:
                 raise IndexError(f"id {index} is outside the vocabulary of {self._num_ids} ids")
-        logits_BV = torch.empty((len(ids), self._num_ids), dtype=torch.float32)
+        logits_BV = torch.empty((len(ids), self._num_ids), dtype=torch.float32, device="cpu")
         code = step_of_this_machine().library.step(
             self._generation,
             self._sizes,

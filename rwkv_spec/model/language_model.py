@@ -54,7 +54,10 @@ class State:
         L, H, N = shape.n_layer, shape.num_heads, shape.head_size
         shift = (L, batch_size, shape.n_embd)
         return all(
-            tensor.shape == size and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            tensor.shape == size
+            and tensor.dtype == torch.float32
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
             for tensor, size in zip(self.tensors, (shift, (L, batch_size, H, N, N), shift), strict=True)
         )
 
@@ -131,6 +134,10 @@ class LanguageModel(nn.Module):
 
         The given State is left as it is, unless it is `out`, which takes the new one: then nothing is allocated.
         """
+        if list(ids_B.shape) != [state.batch_size] or state.batch_size == 0:
+            raise ValueError(
+                f"ids must be one for each of the state's {state.batch_size} sequences, got {list(ids_B.shape)}"
+            )
         new_state = state.empty_like() if out is None else out
         if (
             takes_step(self.emb.weight, head_size=self.shape.head_size, backend=self.backend)
@@ -151,19 +158,28 @@ class LanguageModel(nn.Module):
 
     def _compiled(self, ids_B: Tensor, state: State) -> CompiledStep:
         """The compiled step form, made anew where a weight was exchanged; its first token is compared."""
-        if self._compiled_step is None or not self._compiled_step.is_current():
-            step, new_state = CompiledStep(self, self.shape), state.empty_like()
-            logits_BV = step(ids_B, state.tensors, new_state.tensors)
-            expected_BV = self._plain_step(ids_B, state, new_state)
-            error = float(torch.linalg.vector_norm(logits_BV - expected_BV) / torch.linalg.vector_norm(expected_BV))
-            # Written so that what is not a number is no agreement, except where the model itself gives none.
-            if not error < _MOST_STEP_ERROR and bool(torch.isfinite(expected_BV).all()) and bool(expected_BV.any()):
-                raise KernelError(
-                    f"step: the compiler made a call that computes wrong numbers (error {error:.1e}); try another "
-                    "compiler by CXX=..., or choose kernels: torch"
-                )
-            self._compiled_step = step
-        return self._compiled_step
+        if self._compiled_step is not None and self._compiled_step.is_current():
+            return self._compiled_step
+        step = CompiledStep(self, self.shape)
+        # A plain token leads away from a state of zeros, in which nothing that is forgotten would show.
+        before, found, wanted = (state.empty_like() for _ in range(3))
+        self._plain_step(ids_B, state, before)
+        logits_BV = step(ids_B, before.tensors, found.tensors)
+        expected_BV = self._plain_step(ids_B, before, wanted)
+        expected = (expected_BV, *wanted.tensors)
+        if not all(bool(torch.isfinite(want).all()) for want in expected):
+            # The model itself gives no numbers to compare with: not kept, so that the next token is compared.
+            return step
+        errors = [_error(got, want) for got, want in zip((logits_BV, *found.tensors), expected, strict=True)]
+        # Written so that what is not a number is no agreement.
+        if not all(error < _MOST_STEP_ERROR for error in errors):
+            raise KernelError(
+                "step: the compiler made a call that computes wrong numbers (errors of logits and state "
+                f"{', '.join(f'{error:.1e}' for error in errors)}); try another compiler by CXX=..., or choose "
+                "kernels: torch"
+            )
+        self._compiled_step = step
+        return step
 
     def initial_state(self, batch_size: int) -> State:
         """The State before the first token: zeros."""
@@ -193,6 +209,11 @@ class LanguageModel(nn.Module):
             )
             layers.append(layer_state)
         return x_BTC, layers
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The norm of the difference, as a share of what is wanted; of zeros, any difference is large."""
+    return float(torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want).clamp(min=1e-30))
 
 
 def _block(shape: ModelShape, *, layer: int, dropout: float, backend: str) -> Block:

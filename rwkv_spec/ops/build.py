@@ -8,6 +8,7 @@ CXX (the compiler), XDG_CACHE_HOME and LOCALAPPDATA (where the cache lies).
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -26,7 +27,7 @@ from rwkv_spec.errors import KernelError
 from rwkv_spec.ops.publish import is_whole, publish
 
 HEAD_SIZES = (16, 32, 48, 64, 80, 96, 112, 128)
-# The compiled wkv7 saves the state before every 32nd token. Fewer tokens: more memory, and slower; more: a work
+# The compiled recurrences save the state before every 32nd token. Fewer tokens: more memory, and slower; more: a work
 # space that leaves the second-level cache of small processors.
 CHUNK_LENGTH = 32
 HEADERS = (".hpp", ".cuh")
@@ -136,7 +137,10 @@ def find_compiler() -> Compiler:
     """The compiler that CXX names, else the first of c++, g++ and clang++ on PATH."""
     given = os.environ.get("CXX", "").strip()
     if given:
-        command = shlex.split(given, posix=os.name == "posix")
+        try:
+            command = shlex.split(given, posix=os.name == "posix")
+        except ValueError as error:
+            raise KernelError(f"CXX={given}: {error}; correct or unset CXX, or choose kernels: torch") from error
         found = shutil.which(command[0])
         if found is None:
             raise KernelError(f"CXX={given}: there is no such compiler; correct or unset CXX, or choose kernels: torch")
@@ -289,6 +293,9 @@ def compile_into(folder: Path, recipe: Recipe) -> None:
     result = call([_ninja(), "-C", str(work), "-j", str(os.cpu_count() or 1)], what="ninja", check=False)
     if result.returncode != 0:
         message = re.sub(r"^(ninja: .*|\[\d+/\d+\].*)\n?", "", result.stdout + result.stderr, flags=re.MULTILINE)
+        if os.strerror(errno.ENOSPC) in message:
+            # No fault of the compiler's: the caller knows of another place to build in.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         raise KernelError(
             f"{recipe.sources[0].parent}: compiling {recipe.name} with {compiler.name} failed; "
             f"try another compiler by CXX=..., or choose kernels: torch\n{message.strip()[:4000]}"
@@ -322,7 +329,11 @@ def call(command: list[str], *, what: str, check: bool = True) -> subprocess.Com
     except OSError as error:
         raise KernelError(f"{what} cannot be started: {error}; choose kernels: torch to go without it") from error
     if check and result.returncode != 0:
-        raise KernelError(f"{what} failed: {(result.stderr or result.stdout).strip()[:1000]}")
+        said = (result.stderr or result.stdout).strip()[:1000] or "it said nothing"
+        raise KernelError(
+            f"{shlex.join(command)} failed (exit status {result.returncode}); choose another compiler, or kernels: "
+            f"torch\n{said}"
+        )
     return result
 
 

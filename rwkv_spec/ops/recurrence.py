@@ -72,6 +72,7 @@ class Recurrence:
         """Calls the C function of a direction (forward, backward) for r's head size."""
         B, T, H, N = r.shape
         function = getattr(library, f"{self.name}_{direction}_{N}")
+        inputs = tuple(None if x is None else on_16_bytes(x) for x in inputs)
         arguments = [
             *(ctypes.c_int64(size) for size in (B, T, H)),
             ctypes.c_int(DTYPE_CODES[r.dtype]),
@@ -86,6 +87,11 @@ class Recurrence:
         code = function(*arguments, ctypes.c_int64(torch.get_num_threads()), ctypes.c_void_p(thread_pool()))
         if code != 0:
             raise KernelError(f"{self.name}: no memory left for the threads' work space; use fewer threads")
+
+
+def on_16_bytes(x: Tensor) -> Tensor:
+    """x, or a copy where its first number does not lie on a multiple of 16 bytes, as a view of a part may not."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 RECURRENCES = {

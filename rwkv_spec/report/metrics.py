@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rwkv_spec.atomic import flush_folder, temporary_sibling
+from rwkv_spec.atomic import discard, flush_folder, temporary_sibling
 from rwkv_spec.errors import UserError
 
 _LINE_STEP = re.compile(rb"step (\d+) ")
@@ -138,7 +138,7 @@ def cut_back(path: Path, step: int) -> None:
     except OSError as error:
         raise _cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
 
 
 def _rows_until(lines: list[bytes], step: int) -> list[bytes]:

@@ -10,6 +10,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import TextIO
 
+from rwkv_spec.errors import UserError
+
 
 def write_texts(output: TextIO, texts: Iterable[str]) -> None:
     """Each text and a line end."""
@@ -19,22 +21,37 @@ def write_texts(output: TextIO, texts: Iterable[str]) -> None:
 
 def write_pieces(output: TextIO, pieces: Iterable[str]) -> None:
     """One text in pieces, each to be seen at once, and a line end: the same characters as write_texts gives."""
-    for piece in pieces:
-        _write(output, piece)
+    try:
+        for piece in pieces:
+            _write(output, piece)
+    except UserError:
+        # What is said next begins a line of its own.
+        _write(output, "\n")
+        raise
     _write(output, "\n")
 
 
 def write_json(output: TextIO, values: Iterable[Mapping[str, object]]) -> None:
     """A JSON list of objects, in ASCII, so that no terminal and no encoding can spoil it."""
-    output.write(json.dumps([dict(value) for value in values], indent=2) + "\n")
+    _put(output, json.dumps([dict(value) for value in values], indent=2) + "\n")
 
 
 def _write(output: TextIO, text: str) -> None:
     if output.isatty():
         text = "".join(_visible(char) for char in text)
     encoding = getattr(output, "encoding", None) or "utf-8"
-    output.write(text.encode(encoding, "backslashreplace").decode(encoding))
-    output.flush()
+    _put(output, text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _put(output: TextIO, text: str) -> None:
+    """Written and flushed; UserError where there is no room. A reader that has gone stays a BrokenPipeError."""
+    try:
+        output.write(text)
+        output.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UserError(f"standard output: cannot be written: {error.strerror or error}") from error
 
 
 def _visible(char: str) -> str:

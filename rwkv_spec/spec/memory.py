@@ -8,7 +8,7 @@ from dataclasses import dataclass
 # Bytes of a value in memory. Under bf16 autocast about half of the saved tensors are fp32: norms, gates and sums.
 _VALUE_BYTES = {"fp32": 4, "bf16": 3, "fp64": 8}
 _FILE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# The recurrence keeps its state once per so many tokens, in fp32 at least.
+# The recurrence keeps its state once per so many tokens, in fp32 at least; compiled for the CPU, half as often.
 _STATE_CHUNK = 16
 
 

@@ -5,6 +5,7 @@ Token 0 ends a document. No tokenizer but `ids` produces it; decoding leaves it 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -17,6 +18,8 @@ from rwkv_spec.tokenizer.stream import PrefixDecoder, StreamDecoder
 INT64_MAX = 2**63 - 1
 # Integers to encode, or ids to decode: a list, a tuple, or an array of any integer type.
 Values = ArrayLike | Sequence[object]
+# What faults_of_tokenizer asks for.
+NEEDED = "a tokenizer has encode(text), decode(ids), vocab_size (a whole number) and fingerprint (text)"
 
 
 class EncodeError(ValueError):
@@ -50,11 +53,11 @@ class SavesVocab(Protocol):
 
 
 @runtime_checkable
-class HasPadding(Protocol):
-    """A tokenizer whose vocab_size is rounded up: from num_named_ids on, ids name nothing."""
+class HasUnnamedIds(Protocol):
+    """A tokenizer some of whose ids below vocab_size name nothing that could be decoded: these, in rising order."""
 
     @property
-    def num_named_ids(self) -> int: ...
+    def unnamed_ids(self) -> Sequence[int]: ...
 
 
 @runtime_checkable
@@ -99,9 +102,28 @@ def stream_decoder(tokenizer: Tokenizer) -> StreamDecoder:
     return PrefixDecoder(tokenizer.decode)
 
 
-def num_drawable_ids(tokenizer: Tokenizer) -> int:
-    """A sampler draws ids below this: those above name nothing that could be decoded."""
-    return tokenizer.num_named_ids if isinstance(tokenizer, HasPadding) else tokenizer.vocab_size
+def undrawable_ids(tokenizer: Tokenizer, *, num_rows: int) -> list[int]:
+    """The ids of a model with so many vocabulary rows that a sampler leaves out: they name nothing to be decoded."""
+    unnamed = tokenizer.unnamed_ids if isinstance(tokenizer, HasUnnamedIds) else ()
+    return [*unnamed, *range(tokenizer.vocab_size, num_rows)]
+
+
+def faults_of_tokenizer(given: object) -> str | None:
+    """What a tokenizer of the user's own lacks, or has of the wrong kind, in words; None where nothing."""
+    if isinstance(given, type):
+        return f"{given.__name__} is a class, not a tokenizer made of it"
+    missing = [name for name in ("encode", "decode", "vocab_size", "fingerprint") if not hasattr(given, name)]
+    wrong = [f"lacks {', '.join(missing)}"] if missing else []
+    for name in ("encode", "decode"):
+        if not callable(getattr(given, name, len)):
+            wrong.append(f"has a {name} that is no function")
+    rows = getattr(given, "vocab_size", 1)
+    if isinstance(rows, bool) or not isinstance(rows, numbers.Integral) or rows < 1:
+        wrong.append(f"has the vocab_size {rows!r}")
+    fingerprint = getattr(given, "fingerprint", "")
+    if not isinstance(fingerprint, str):
+        wrong.append(f"has the fingerprint {fingerprint!r}")
+    return f"{type(given).__name__} {'; '.join(wrong)}" if wrong else None
 
 
 def integer_array(values: Values) -> NDArray[np.int64]:

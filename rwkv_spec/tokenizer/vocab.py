@@ -23,13 +23,12 @@ from rwkv_spec.tokenizer.vocab_file import read_vocab, write_vocab
 
 
 class VocabTokenizer:
-    """vocab_size is the highest id + 1; `num_missing_ids` counts the ids below it that name no token."""
+    """vocab_size is the highest id + 1; `unnamed_ids` are those below it that name no token."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tokens = read_vocab(self.path)
         self.vocab_size = max(self.tokens) + 1
-        self.num_missing_ids = self.vocab_size - 1 - len(self.tokens)
         digest = hashlib.sha256(b"rwkv_spec tokenizer: vocab")
         for token_id, token in sorted(self.tokens.items()):
             digest.update(b"%d %d " % (token_id, len(token)) + token)
@@ -39,9 +38,18 @@ class VocabTokenizer:
         return f"{type(self).__name__}({str(self.path)!r})"
 
     @functools.cached_property
+    def unnamed_ids(self) -> tuple[int, ...]:
+        """The gaps of the file, in rising order. Id 0 has a meaning, though no bytes."""
+        return tuple(index for index in range(1, self.vocab_size) if index not in self.tokens)
+
+    @functools.cached_property
     def _trie(self) -> Trie | CompiledTrie:
         # Made at the first text: whoever only asks for vocab_size or decodes does not wait for a compiler.
         return make_trie(self.tokens)
+
+    @property
+    def is_compiled(self) -> bool:
+        return isinstance(self._trie, CompiledTrie)
 
     @property
     def how_it_matches(self) -> str:

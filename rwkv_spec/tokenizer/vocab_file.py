@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from rwkv_spec.atomic import temporary_sibling
+from rwkv_spec.atomic import discard, temporary_sibling
 from rwkv_spec.errors import DataError
 from rwkv_spec.tokenizer.protocol import shorten
 
@@ -159,7 +159,7 @@ def write_vocab(path: str | Path, tokens: Iterable[tuple[int, bytes]]) -> None:
     except OSError as error:
         raise DataError(f"{path}: the vocabulary cannot be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
 
 
 def _literal(token: bytes) -> str:

@@ -25,8 +25,7 @@ class WorldTokenizer(VocabTokenizer):
         super().__init__(find_world_vocab() if path is None else path)
         if self.fingerprint != _FINGERPRINT:
             raise DataError(f"{self.path}: {self._difference()}; {_WAYS_OUT}, or use tokenizer type vocab for it")
-        self.num_named_ids, self.vocab_size = self.vocab_size, VOCAB_SIZE
-        self.num_missing_ids = VOCAB_SIZE - 1 - NUM_TOKENS
+        self.vocab_size = VOCAB_SIZE
 
     def _difference(self) -> str:
         published = f"the published World vocabulary, which has the ids 1 to {NUM_TOKENS}"

@@ -86,6 +86,9 @@ def test_the_dtype_is_that_of_most_numbers() -> None:
     tensors = tensors_of(ODD, "bf16")
     tensors["blocks.0.att.w0"] = replace(tensors["blocks.0.att.w0"], dtype="fp32")
     assert detect(tensors, where=WHERE).dtype == "bf16"
+    info = describe(Header(WHERE, "pth", 1, tensors))
+    assert info.remarks == (f"not all of its {len(tensors)} tensors are in bf16: 1 in fp32",)
+    assert describe(Header(WHERE, "pth", 1, tensors_of(ODD, "bf16"))).remarks == ()
     tensors["blocks.0.att.w0"] = replace(tensors["blocks.0.att.w0"], dtype="int8")
     assert "of a dtype other than fp32, bf16, fp16, fp64: blocks.0.att.w0 int8" in refusal(tensors)
 
@@ -181,6 +184,8 @@ def test_an_initial_state_beside_the_weights_is_said_and_makes_no_model(generati
 def test_what_is_no_published_layout_is_called_by_its_name() -> None:
     info = TensorInfo((4, 4), "fp32")
     assert "state tuning" in refusal({f"blocks.{layer}.att.time_state": info for layer in range(3)})
+    moments = {f"{name}.{kind}": info for name in tensors_of(ODD) for kind in ("exp_avg", "exp_avg_sq", "step")}
+    assert "this is the state of an optimizer" in refusal(moments)
     assert "an adapter (LoRA)" in refusal({"blocks.0.att.receptance.lora_A.weight": info})
     assert "the layout of another library" in refusal({"model.layers.0.attn.q_proj.weight": info})
     assert "no RWKV file (it holds conv1.weight)" in refusal({"conv1.weight": info})

@@ -115,7 +115,7 @@ def test_a_full_disk_is_a_checkpoint_error(tmp_path: Path, format: str) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-        with pytest.raises(CheckpointError, match="cannot write the weights"):
+        with pytest.raises(CheckpointError, match=r"cannot write the weights: .*File too large"):
             write_weights(tmp_path / "a", {"a": torch.ones(100, 100)}, format=format, dtype="fp32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -138,6 +138,10 @@ def test_prefixes_of_wrappers_are_taken_off(tmp_path: Path) -> None:
     )
     assert read_weights(tmp_path / "a.pth").keys() == {"emb.weight", "head.weight"}
     assert read_header(tmp_path / "a.pth").tensors.keys() == {"emb.weight", "head.weight"}
+    # A Lightning module's own prefix begins the names of other libraries too: there it stays.
+    names = ("model.blocks.0.ln1.bias", "model.model.norm.bias", "model.layers.0.attn.r_k", "model.embeddings.weight")
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "c.pth")
+    assert list(read_header(tmp_path / "c.pth").tensors) == ["blocks.0.ln1.bias", "model.norm.bias", *names[2:]]
     torch.save({"module.emb.weight": torch.ones(2), "emb.weight": torch.ones(2)}, tmp_path / "b.pth")
     assert "emb.weight twice" in refusal(tmp_path / "b.pth")
 
@@ -146,6 +150,19 @@ def test_files_of_old_torch_are_read(tmp_path: Path) -> None:
     torch.save(some_weights(), tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     back = read_weights(tmp_path / "old.pth")
     assert all(torch.equal(back[name], tensor) for name, tensor in some_weights().items())
+
+
+def test_a_file_of_the_rwkv_package_for_one_strategy_is_called_so(tmp_path: Path) -> None:
+    torch.save({**some_weights(), "_strategy": "cpu fp32", "_version": "0.7", "_rescale_layer": 0}, tmp_path / "a.pth")
+    assert "was converted by the rwkv package" in refusal(tmp_path / "a.pth")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file names of any bytes exist on POSIX only")
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_name_that_is_no_text_is_said_to_be_none(tmp_path: Path, format: str) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.pth")
+    path.write_bytes(GOLDEN.read_bytes())
+    assert "its name is no UTF-8 text" in refusal(path)
 
 
 def test_missing_files_are_named_with_their_neighbours(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from rwkv_spec.checkpoint.folder import UNUSED
 from rwkv_spec.checkpoint.format import write_weights
 from rwkv_spec.checkpoint.published import checkpoint_sha256, open_header, open_weights, to_huggingface_layout
 from rwkv_spec.errors import CheckpointError
+from rwkv_spec.model.build import build_model
+from rwkv_spec.model.build import weights as model_weights
+from rwkv_spec.model.shapes import fresh_shape
+from tests.checkpoint.layouts import UNUSED as UNUSED_NAMES
 from tests.checkpoint.layouts import (
     golden_file,
     golden_weights,
@@ -115,6 +119,17 @@ def test_misshapen_tensors_of_their_layout_are_refused_by_the_accounting(tmp_pat
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_vectors_without_their_sizes_of_1_are_the_published_ones(tmp_path: Path, generation: str) -> None:
+    weights = golden_weights(generation)
+    bare = {name: tensor.reshape(-1) if tensor.shape == (1, 1, 128) else tensor for name, tensor in weights.items()}
+    assert sum(bare[name].shape != weights[name].shape for name in weights) >= 12
+    write_weights(tmp_path / "a.pth", bare, format="pth", dtype=None)
+    assert_same(open_weights(tmp_path / "a.pth"), weights)
+    published = detect(open_header(golden_file(generation)).tensors, where=tmp_path)
+    assert detect(open_header(tmp_path / "a.pth").tensors, where=tmp_path).shape == published.shape
+
+
 def test_a_norm_in_every_block_is_left_out_with_a_remark(tmp_path: Path) -> None:
     weights = golden_weights("x060")
     more = weights | {f"blocks.1.ln0.{part}": torch.ones(128, dtype=torch.bfloat16) for part in ("weight", "bias")}
@@ -196,6 +211,15 @@ def test_a_damaged_description_is_refused(tmp_path: Path, text: str) -> None:
 CONFIGS = {
     "another epsilon": ({"norm_eps": 1e-6}, "norm_eps is 1e-06"),
     "another epsilon of RWKV-6": ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon is 0.001"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "another divisor of RWKV-6": ({"head_size_divisor": 1}, "head_size_divisor is 1; RWKV's is 8"),
+    "another width": ({"hidden_size": 256}, "hidden_size 256 instead of 128"),
+    "fewer layers": ({"num_hidden_layers": 1}, "num_hidden_layers 1 instead of 2"),
+    "more rows": ({"vocab_size": 65536}, "vocab_size 65536 instead of 32"),
+    "another head size": ({"head_dim": 32}, "head_dim 32 instead of 64"),
+    "another channel-mix": ({"intermediate_size": 448}, "intermediate_size 448 instead of 512"),
+    "other ranks": ({"decay_low_rank_dim": 64, "v_low_rank_dim": 16}, "decay_low_rank_dim 64 instead of 32, v_low"),
+    "words": ({"a_low_rank_dim": "many"}, "a_low_rank_dim many instead of 32"),
     "one matrix for both": ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantized"),
 }
@@ -207,6 +231,26 @@ def test_a_configuration_that_changes_the_numbers_is_refused(tmp_path: Path, cas
     folder = write_folder(tmp_path / "hf", in_layout_of_rwkv7(golden_weights("x070")))
     (folder / "config.json").write_text(json.dumps(config))
     assert words in refusal(folder)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_configuration_of_the_same_model_is_good(tmp_path: Path, generation: str) -> None:
+    folder = write_folder(tmp_path / "hf", in_their_layout(generation, golden_weights(generation)))
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 32, "intermediate_size": None, "num_heads": 32}
+    sizes |= {"head_size_divisor": 8, "model_type": "any"}
+    (folder / "config.json").write_text(json.dumps({**sizes, "hidden_act": "sqrelu", "norm_eps": 1e-5}))
+    assert_same(open_weights(folder), golden_weights(generation))
+    assert detect(open_header(folder).tensors, where=folder).shape.n_layer == 2
+
+
+def test_heads_that_the_other_programs_compute_otherwise_are_not_read_from_their_layout(tmp_path: Path) -> None:
+    model = build_model(fresh_shape("x070", n_layer=1, n_embd=64, head_size=32, vocab_size=9))
+    published = {name: tensor for name, tensor in model_weights(model).items() if name not in UNUSED_NAMES}
+    folder = write_folder(tmp_path / "hf", in_layout_of_rwkv7(published))
+    assert "has heads of 32" in refusal(folder)
+    assert "has heads of 32" in refusal(folder / "model.safetensors")
+    write_weights(tmp_path / "a.pth", published, format="pth", dtype=None)
+    assert_same(open_weights(tmp_path / "a.pth"), published)
 
 
 def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path) -> None:

@@ -174,11 +174,34 @@ def test_the_end_of_a_document_stops_only_if_asked(model: LanguageModel) -> None
             assert other == one
 
 
-def test_ids_from_num_ids_on_are_never_drawn(model: LanguageModel) -> None:
-    free = generate(model, PROMPTS, max_new_tokens=40, temperature=3.0, stop_at_end_of_document=False)
-    few = generate(model, PROMPTS, max_new_tokens=40, temperature=3.0, stop_at_end_of_document=False, num_ids=9)
-    assert max(id for result in free for id in result.ids) >= 9
-    assert max(id for result in few for id in result.ids) == 8
+@pytest.mark.parametrize("cut", [{}, {"top_k": 15}, {"top_p": 0.99}, PENALTIES], ids=str)
+def test_ids_that_are_left_out_are_never_drawn(model: LanguageModel, cut: dict[str, float]) -> None:
+    settings = {"max_new_tokens": 60, "temperature": 3.0, "stop_at_end_of_document": False, **cut}
+    left_out = [3, 4, 11, *range(15, VOCAB_SIZE)]
+    free = generate(model, PROMPTS, **settings)  # type: ignore[arg-type]
+    few = generate(model, PROMPTS, left_out=left_out, **settings)  # type: ignore[arg-type]
+    assert {id for result in free for id in result.ids} & set(left_out)
+    assert {id for result in few for id in result.ids} == set(range(VOCAB_SIZE)) - set(left_out)
+
+
+def test_log_probabilities_count_what_is_left_out(model: LanguageModel) -> None:
+    settings = {"max_new_tokens": 4, "temperature": 2.0, "stop_at_end_of_document": False}
+    (found,) = generate(model, [[4, 2]], left_out=[5, 21, 22], **settings)  # type: ignore[arg-type]
+    with torch.no_grad():
+        logits = model(torch.tensor([[4, 2, *found.ids]]))
+    assert isinstance(logits, torch.Tensor)
+    own = logits[0, 1:-1].log_softmax(dim=-1)
+    assert found.logprobs == pytest.approx([float(own[place, id]) for place, id in enumerate(found.ids)], rel=1e-9)
+
+
+def test_the_likeliest_token_that_is_not_left_out_is_taken(model: LanguageModel) -> None:
+    settings = {"max_new_tokens": 1, "temperature": 0.0, "stop_at_end_of_document": False}
+    (first,) = generate(model, [[4, 2]], **settings)  # type: ignore[arg-type]
+    (second,) = generate(model, [[4, 2]], left_out=first.ids, **settings)  # type: ignore[arg-type]
+    with torch.no_grad():
+        logits = model(torch.tensor([[4, 2]]))
+    assert isinstance(logits, torch.Tensor)
+    assert [*first.ids, *second.ids] == logits[0, -1].topk(2).indices.tolist()
 
 
 def test_arrays_and_tuples_are_prompts_too(model: LanguageModel) -> None:
@@ -204,8 +227,7 @@ def test_arrays_and_tuples_are_prompts_too(model: LanguageModel) -> None:
         ({"top_k": -3}, "top_k must be"),
         ({"seed": -3}, "seed must be"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be"),
-        ({"num_ids": 0}, "num_ids must be"),
-        ({"num_ids": VOCAB_SIZE + 1}, "num_ids must be a whole number from 1 to the model's 23"),
+        ({"left_out": range(VOCAB_SIZE)}, "every id of the model is left out"),
     ],
 )
 def test_bad_arguments_are_value_errors_in_words(

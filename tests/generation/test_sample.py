@@ -95,6 +95,23 @@ def test_the_numbers_of_a_seed_stay_what_they_are() -> None:
     assert [uniform(0, 1), uniform(7, 123)] == [0.26850248758465334, 0.04000685892195632]
 
 
+@pytest.mark.parametrize("cut", [{}, {"top_k": 30}, {"top_p": 0.999}], ids=str)
+def test_neither_the_smallest_nor_the_largest_number_draws_what_is_left_out(cut: dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((2000, 40), generator=generator)
+    # Where all the rest weighs little, the total comes close to 1, where floating-point numbers change their spacing.
+    logits[1000:, 5] += 20 * torch.rand(1000, generator=generator)
+    for number in (0.0, 1 - 2.0**-53):
+        tokens, _ = sample(
+            logits,
+            sampling=Sampling(**cut),  # type: ignore[arg-type]
+            numbers=[number] * 2000,
+            num_ids=38,
+            gaps=[0, 1, 20, 37],
+        )
+        assert not set(tokens) & {0, 1, 20, 37, 38, 39}
+
+
 def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
     logits = _logits() * 1e4
     tokens, logprobs = sample(logits, sampling=Sampling(temperature=1e-300), numbers=[0.5] * 3)
@@ -114,6 +131,8 @@ def test_logits_that_are_not_finite_are_value_errors() -> None:
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": float("inf")}, "temperature must be"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"top_p": None}, "top_p must be a number, got None"),
         ({"top_k": -1}, "top_k must be"),
         ({"top_k": 1.5}, "top_k must be"),
         ({"top_p": 0.0}, "top_p must be"),
@@ -130,7 +149,7 @@ def test_logits_that_are_not_finite_are_value_errors() -> None:
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be"),
     ],
 )
-def test_impossible_settings_are_value_errors(arguments: dict[str, float], message: str) -> None:
+def test_impossible_settings_are_value_errors(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**arguments)  # type: ignore[arg-type]
 

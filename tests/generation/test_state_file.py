@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 import rwkv_spec.generation.state_file as module
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.generation.context import GenerationState, fresh, read
-from rwkv_spec.generation.state_file import load_state, save_state
+from rwkv_spec.generation.state_file import check_state_target, load_state, save_state
 from rwkv_spec.model.build import build_model, weights
 from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.model.shapes import fresh_shape
@@ -129,6 +130,34 @@ def test_what_is_there_is_never_overwritten(path: Path, state: GenerationState, 
         save_state(path.parent, state, model)
     with pytest.raises(CheckpointError, match="does not exist; make it first"):
         save_state(path.parent / "nosuch" / "state", state, model)
+
+
+def test_a_link_that_leads_nowhere_is_left_alone(tmp_path: Path, state: GenerationState, model: LanguageModel) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is there already and was left alone"):
+        save_state(link, state, model)
+    assert link.is_symlink()
+
+
+def test_a_folder_that_is_not_ours_is_said_before_anything_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rights of folders mean nothing to an administrator.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(CheckpointError, match="may not be written to"):
+        check_state_target(tmp_path / "state")
+
+
+@pytest.mark.parametrize("part", [*PARTS, "logits"])
+def test_a_state_that_could_not_be_read_is_not_written(
+    tmp_path: Path, state: GenerationState, model: LanguageModel, part: str
+) -> None:
+    broken = GenerationState(state.state.clone(), state.logits_BV.clone(), state.ids, state.generated)
+    (broken.logits_BV if part == "logits" else getattr(broken.state, part)).view(-1)[-1] = float("nan")
+    with pytest.raises(CheckpointError, match=r"was not written.*not finite.*damaged"):
+        save_state(tmp_path / "state", broken, model)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_nothing_behind(

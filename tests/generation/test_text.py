@@ -198,7 +198,7 @@ def test_a_state_of_several_sequences_goes_with_as_many_prompts(
     path = tmp_path / "three.safetensors"
     texts(model, tokenizer, ["a", "b", ""], max_new_tokens=2, save_state=path)
     assert len(completions(model, tokenizer, None, state=path)) == 3
-    with pytest.raises(UserError, match="the state holds 3 sequences, but there are 2 prompts"):
+    with pytest.raises(UserError, match="the state holds 3 sequences, but the prompts given are 2"):
         completions(model, tokenizer, ["a", "b"], state=path)
 
 
@@ -261,6 +261,9 @@ def test_broken_weights_are_said_in_words(tokenizer: VocabTokenizer) -> None:
         ({"prompts": ["x"]}, UserError, "prompt 'x': "),
         ({"prompts": [[1, 2]]}, UserError, "VocabTokenizer takes text, not a list of values"),
         ({"prompts": [5]}, UserError, "prompt 5: is neither text nor a list of values"),
+        ({"prompts": ["ab" * 5000 + "x"]}, UserError, r"prompt 'aba[^ ]{10,40}: at 10000: "),
+        ({"stop_sequences": ["a\udcff"]}, UserError, r"stop sequence 'a.*half of a surrogate pair"),
+        ({"prompts": [], "save_state": "state"}, ValueError, "save_state needs at least one prompt"),
         ({"save_state": "nosuch/folder/state"}, CheckpointError, "the folder nosuch/folder does not exist"),
         ({"state": "nosuch/state"}, CheckpointError, "nosuch"),
     ],
@@ -276,6 +279,24 @@ def test_wrong_arguments_are_refused_before_anything_is_generated(
     given = {"prompts": ["a"], "max_new_tokens": 3, "sampling": WARM} | settings
     with pytest.raises(error, match=message):
         TextStream(model, tokenizer, **given)  # type: ignore[arg-type]
+
+
+def test_ids_that_no_token_has_are_never_generated(tmp_path: Path) -> None:
+    """A vocabulary file may have gaps, and a model more rows than the file has ids."""
+    path = tmp_path / "gaps.txt"
+    path.write_text("".join(f"{index} {token!r} {len(token)}\n" for index, token in enumerate(TOKENS, 1) if index % 3))
+    gaps = VocabTokenizer(path)
+    assert gaps.unnamed_ids == (3, 6, 9)
+    drawn = set()
+    for sampling in (WARM, Sampling(temperature=3.0, top_p=0.99), Sampling(temperature=3.0, top_k=9), PENALISED):
+        found = completions(small_model(20), gaps, ["ab", "", "b"], sampling=sampling, max_new_tokens=60)
+        drawn |= {index for completion in found for index in completion.ids}
+    assert drawn == {1, 2, 4, 5, 7, 8, 10, 11}
+
+
+def test_an_id_beyond_the_model_is_said_with_its_place_in_the_prompt(tokenizer: VocabTokenizer) -> None:
+    with pytest.raises(ValueError, match="prompt 0 holds id 4 at place 2, but the model's ids end at 3"):
+        TextStream(small_model(4), tokenizer, ["bbba"], max_new_tokens=1, sampling=WARM)
 
 
 def test_stops_of_numbers_must_be_numbers(model: LanguageModel) -> None:

@@ -78,6 +78,15 @@ def test_a_wrong_shape_is_refused(bench: ModuleType, capsys: pytest.CaptureFixtu
     assert "is not B,T,H,N such as 16,512,2,64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("threads", ["0", "-1", "two"])
+def test_a_number_of_threads_that_cannot_be_is_refused(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], threads: str
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--threads", threads])
+    assert f"'{threads}' is not a whole number of at least 1" in capsys.readouterr().err
+
+
 @compiled
 def test_a_head_size_that_is_not_compiled_is_named(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--shape", "1,4,1,24", "--dtype", "fp32"]) == 2

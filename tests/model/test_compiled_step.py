@@ -69,7 +69,7 @@ def test_it_gives_the_numbers_of_the_plain_form(
     assert model._compiled_step is not None and plain._compiled_step is None
 
 
-@pytest.mark.parametrize(("decay", "iclr", "value", "gate"), [(1, 1, 1, 1), (5, 67, 3, 130)])
+@pytest.mark.parametrize(("decay", "iclr", "value", "gate"), [(1, 1, 1, 1), (5, 67, 3, 130), (40, 20, 100, 48)])
 def test_ranks_of_any_size_are_taken(decay: int, iclr: int, value: int, gate: int) -> None:
     shape = ModelShape("x070", 2, 64, 32, VOCAB_SIZE, decay, iclr, value, gate, dim_ffn=256)
     models = [build_model(shape, backend=backend, seed=4).requires_grad_(False) for backend in ("cpu", "torch")]
@@ -180,6 +180,44 @@ def test_an_id_outside_the_vocabulary_is_refused(index: int) -> None:
     step_once(model)
     with torch.no_grad(), pytest.raises(IndexError, match=f"id {index} is outside the vocabulary of {VOCAB_SIZE} ids"):
         model.step(torch.tensor([index]), model.initial_state(1))
+
+
+@every_type
+def test_a_weight_that_is_not_a_number_is_not_hidden(type: str) -> None:
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    with torch.no_grad():
+        model.blocks[1].ffn.key.weight[3, 5] = float("nan")
+    assert torch.isnan(step_once(model)).all()
+    # Nothing could be compared with, so that the next token will be.
+    assert model._compiled_step is None
+
+
+@every_type
+def test_ids_that_are_not_one_for_each_sequence_are_refused(type: str) -> None:
+    for model in pair(type, n_layer=1, n_embd=32, head_size=16):
+        state = model.initial_state(2)
+        for ids in (torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1], [2]]), torch.tensor(1)):
+            with torch.no_grad(), pytest.raises(ValueError, match="one for each of the state's 2 sequences"):
+                model.step(ids, state)
+        with torch.no_grad(), pytest.raises(ValueError, match="the state's 0 sequences"):
+            model.step(torch.tensor([], dtype=torch.int64), model.initial_state(0))
+
+
+@pytest.mark.parametrize("type", ["x052", "x060"])
+def test_slow_decays_lose_no_digits_over_many_tokens(type: str) -> None:
+    model, plain = pair(type, n_layer=1, n_embd=16, head_size=16)
+    # Rounded to a float32, each of these decays would be wrong by up to 3e-8 at every token, always to the same side.
+    for one in (model, plain):
+        with torch.no_grad():
+            one.blocks[0].att.time_decay.copy_(torch.linspace(-9, -7, 16).view(one.blocks[0].att.time_decay.shape))
+            if type == "x060":
+                one.blocks[0].att.time_decay_w2.zero_()
+    state, expected = random_state(model, 1), widened(random_state(model, 1))
+    with torch.no_grad():
+        for ids in random_ids(2000, 1):
+            _, state = model.step(ids, state, out=state)
+            _, expected = plain.step(ids, expected, out=expected)
+    assert error_ratio(state.wkv, expected.wkv) < 2e-6
 
 
 def test_a_call_that_computes_wrong_numbers_is_refused_at_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from rwkv_spec.model.compiled_step import CompiledStep, step_of_this_machine
 from rwkv_spec.model.shapes import TYPES
 from rwkv_spec.ops.build import FLAGS, Kernels, find_compiler, machine_flags, source_folder, sources_of
 from tests.model.models import compiled_or_skip, random_ids
-from tests.model.test_compiled_step import GATE, pair, random_state, step_once, widened
+from tests.model.test_compiled_step import GATE, pair, random_state, widened
 from tests.ops.cases import error_ratio
 
 # The generations that each one must show in, and the text that is exchanged.
@@ -26,7 +26,7 @@ MUTANTS = {
     "no gate": ("x070", ") * get(c.gate + at + n));", "));"),
     "read before the update": ("x070", "y += s * get(r + j);", "y += get(from + place) * get(r + j);"),
     "v of block 0 forgotten": ("x070", "v += (first - v) *", "v += 0.0f * (first - v) *"),
-    "read after the update": ("x052 x060", "load(m.y + i) + s * r_j", "load(m.y + i) + (s * decay) * r_j"),
+    "read after the update": ("x052 x060", "load(m.y + i) + s * r_j", "load(m.y + i) + (s + s * fade) * r_j"),
     "the first sequence's decay for all": ("x060", "item / c.H * c.w_stride", "0 * c.w_stride"),
     "what a token adds to its shares": ("x060", "weight += get(c.added + at + n);", ""),
     "the mean left in a norm": (
@@ -89,9 +89,21 @@ def test_a_mutant_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert worst_error(type) > 5 * GATE, type
 
 
-def test_a_model_refuses_a_mutant_at_its_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_or_skip("x070")
-    mutant = Kernels(build_mutant(tmp_path, *MUTANTS["no delta term"][1:]), "a compiler", "instructions", "")
+# Two that no logits of a first token show, from a state of zeros: what is forgotten there, and the state after.
+UNSEEN = {
+    "no delta term": MUTANTS["no delta term"],
+    "decay forgotten": ("x060", "s + (s * fade + get(v + i) * k_j)", "s + get(v + i) * k_j"),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_model_refuses_a_mutant_at_its_first_token(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    type, old, new = UNSEEN[name]
+    compiled_or_skip(type)
+    mutant = Kernels(build_mutant(tmp_path, old, new), "a compiler", "instructions", "")
     monkeypatch.setattr(compiled_step, "step_of_this_machine", lambda: mutant)
-    with pytest.raises(KernelError, match="computes wrong numbers"):
-        step_once(pair("x070", n_layer=2, n_embd=64, head_size=32)[0])
+    model, _ = pair(type, n_layer=2, n_embd=64, head_size=32)
+    with torch.no_grad(), pytest.raises(KernelError, match="computes wrong numbers"):
+        model.step(torch.tensor([4]), model.initial_state(1))

@@ -53,6 +53,13 @@ def no_check(library: ctypes.CDLL) -> None:
     assert library.instructions
 
 
+def fake_compiler(path: Path, *lines: str) -> Path:
+    """A shell script in a compiler's place."""
+    path.write_text("\n".join(("#!/bin/sh", *lines, "")), encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
 def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script],
@@ -185,6 +192,21 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(tmp_pa
 
 
 @compiled
+@pytest.mark.skipif(os.name != "posix", reason="uses a shell script as a compiler")
+def test_a_cache_without_room_is_replaced_by_a_temporary_folder(tmp_path: Path, stub: Path) -> None:
+    real, cache = find_compiler(), tmp_path / "cache"
+    script = fake_compiler(
+        tmp_path / "full",
+        f'case "$PWD" in {cache}/*) echo "cannot write: No space left on device" >&2; exit 1;; esac',
+        f'exec {shlex.join(real.command)} "$@"',
+    )
+    kernels = build_operator("wkv7", replace(real, command=(str(script),)), stub, cache, no_check)
+    assert kernels.instructions == "stub"
+    assert f"{cache} cannot be written (No space left on device)" in kernels.remark
+    assert list(cache.iterdir()) == []
+
+
+@compiled
 def test_a_compile_error_carries_the_compilers_message(tmp_path: Path, stub: Path) -> None:
     (stub / "wkv7.cpp").write_text("int main( { return nonsense; }\n", encoding="utf-8")
     with pytest.raises(KernelError, match=r"(?s)compiling wkv7.*choose kernels: torch.*wkv7\.cpp:1.*error"):
@@ -253,13 +275,21 @@ def test_cxx_chooses_the_compiler_with_its_arguments(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelError, match="CXX=no-such-compiler: there is no such compiler"):
         find_compiler()
+    monkeypatch.setenv("CXX", 'g++ "-O2')
+    with pytest.raises(KernelError, match=r'CXX=g\+\+ "-O2: No closing quotation; correct or unset CXX'):
+        find_compiler()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="uses a shell script as a compiler")
+def test_a_chosen_compiler_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path / "dumb", "exit 3")))
+    with pytest.raises(KernelError, match=r"dumb --version failed \(exit status 3\); .* torch\nit said nothing"):
+        find_compiler()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="uses a shell script as a compiler")
 def test_a_compiler_that_does_not_work_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho install the developer tools >&2\nexit 1\n", encoding="utf-8")
-    broken.chmod(0o755)
+    fake_compiler(tmp_path / "c++", "echo install the developer tools >&2", "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NoCompiler):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv_spec.errors import KernelError
 from rwkv_spec.ops.build import thread_pool
-from rwkv_spec.ops.recurrence import RECURRENCES
+from rwkv_spec.ops.recurrence import RECURRENCES, on_16_bytes
 from rwkv_spec.ops.wkv import REFERENCES, operator_of_this_machine, resolve_backend
 from tests.ops.cases import (
     OPERATORS,
@@ -313,3 +313,15 @@ def test_the_process_has_one_openmp_runtime() -> None:
     )
     assert thread_pool() is not None
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+@compiled
+@every_operator
+def test_views_that_begin_at_odd_addresses_are_taken(operator: str) -> None:
+    case = make_case(5, 16, torch.float32, operator=operator)
+    odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in case.inputs]
+    assert any(x.data_ptr() % 16 for x in odd)
+    assert all(on_16_bytes(x).data_ptr() % 16 == 0 and torch.equal(on_16_bytes(x), x) for x in odd)
+    assert all(on_16_bytes(x) is x for x in case.inputs)
+    for one, other in zip(OPERATORS[operator](*odd), OPERATORS[operator](*case.inputs), strict=True):
+        assert torch.equal(one, other)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+from collections.abc import Iterator
 
+import pytest
+
+from rwkv_spec.errors import UserError
 from rwkv_spec.report.texts import write_json, write_pieces, write_texts
 
 
@@ -39,6 +44,33 @@ def test_each_piece_is_there_before_the_next_is_asked_for() -> None:
 
     write_pieces(output, pieces())  # type: ignore[arg-type]
     assert seen == [b"a", b"ab"]
+
+
+def test_what_is_said_of_a_text_that_ends_in_an_error_begins_a_line() -> None:
+    output = Output()
+
+    def pieces() -> Iterator[str]:
+        yield "a"
+        raise UserError("its weights are damaged")
+
+    with pytest.raises(UserError, match="its weights are damaged"):
+        write_pieces(output, pieces())
+    assert output.bytes.getvalue() == b"a\n"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EPIPE], ids=["full", "gone"])
+def test_a_full_disk_is_said_in_words_and_a_reader_that_is_gone_is_told_from_it(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse() -> None:
+        raise OSError(code, "refused")
+
+    for write in (lambda to: write_texts(to, ["a"]), lambda to: write_pieces(to, ["a"]), lambda to: write_json(to, [])):
+        output = Output()
+        monkeypatch.setattr(output, "flush", refuse)
+        with pytest.raises(BrokenPipeError if code == errno.EPIPE else UserError, match="refused"):
+            write(output)
+        monkeypatch.undo()
 
 
 def test_a_terminal_is_not_steered_and_other_scripts_stay() -> None:

@@ -34,7 +34,7 @@ def test_a_null_in_text_is_never_the_end_of_a_document(tmp_path: Path) -> None:
 
 def test_decoding_names_ids_without_a_token(tmp_path: Path) -> None:
     tokenizer = VocabTokenizer(write(tmp_path / "v.txt", "1 'a' 1\n5 'b' 1\n"))
-    assert (tokenizer.vocab_size, tokenizer.num_missing_ids) == (6, 3)
+    assert (tokenizer.vocab_size, tokenizer.unnamed_ids) == (6, (2, 3, 4))
     assert tokenizer.decode([1, 0, 5]) == "ab"
     for ids in ([3], [6], [-1]):
         with pytest.raises(ValueError):
