@@ -124,13 +124,13 @@ def measure(type: str, shape: tuple[int, int, int], repeats: int) -> Row:
     error = gate(theirs, ours)
     if not error < GATE:
         raise SystemExit(f"{type} {shape}: the two differ by {error:.1e} (gate {GATE:.0e}): nothing was timed")
-    # About a quarter of a second each, by their pace.
+    # About half a second of theirs, but so many tokens that reading the prompt is a small part.
     run_theirs(theirs, 20)
-    num_tokens = max(3, int(pace(lambda: run_theirs(theirs, 20)) / 4))
+    num_tokens = max(32, int(pace(lambda: run_theirs(theirs, 20)) / 2))
     jobs = {
         "theirs": lambda: run_theirs(theirs, num_tokens),
         "one": lambda: run_ours(ours, num_tokens, 1),
-        "many": lambda: run_ours(ours, max(3, num_tokens // 4), MANY),
+        "many": lambda: run_ours(ours, max(32, num_tokens // 4), MANY),
     }
     for job in jobs.values():
         job()

@@ -13,7 +13,7 @@
 #define LAUNCH(kernel, blocks, threads, bytes, stream, arguments) \
     kernel<<<blocks, threads, bytes, static_cast<cudaStream_t>(stream)>>>(arguments)
 #else
-#include "cuemu.hpp"
+#include <cuemu.hpp>
 #define LAUNCH(kernel, blocks, threads, bytes, stream, arguments) \
     cuemu::launch(dim3(blocks), dim3(threads), bytes, stream, [&, given = arguments] { kernel(given); })
 #endif

@@ -9,8 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from rwkv_spec.ops.build import with_headers
 from rwkv_spec.ops.build_cuda import CHUNK_LENGTH
-from tests.kernels.cuda_cases import SOURCES
+from tests.kernels.cuda_cases import SOURCES, included_by
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc on PATH")
 
@@ -58,6 +59,8 @@ def test_it_compiles_what_the_product_compiles(compile_all: ModuleType) -> None:
     text = (SOURCES / "compile_all.py").read_text(encoding="utf-8")
     assert f'"-DCHUNK_LENGTH={CHUNK_LENGTH}"' in text
     assert compile_all.ARCHITECTURES == (80, 86, 89, 90, 100, 120)
+    for source in SOURCES.glob("*.cu"):
+        assert set(with_headers([source])) == included_by(source)
 
 
 @needs_nvcc
