@@ -95,7 +95,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def native_sources() -> set[str]:
-    return {path.relative_to(ROOT / "kernels").as_posix() for path in (ROOT / "kernels" / "cpu").iterdir()}
+    folders = [ROOT / "kernels" / device for device in ("cpu", "cuda")]
+    return {path.relative_to(ROOT / "kernels").as_posix() for folder in folders for path in folder.iterdir()}
 
 
 @pytest.mark.slow

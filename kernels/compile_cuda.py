@@ -1,7 +1,7 @@
-"""Compiles every kernel of this folder for every architecture; exit status 1 if one fails, warns, or needs too much.
+"""Compiles every CUDA kernel for every architecture; exit status 1 if one fails, warns, or needs too much.
 
 Too much is: any local memory (spilled registers or a stack frame), or more registers than let as many blocks share a
-multiprocessor as the kernels' headers count on. `python kernels/cuda/compile_all.py [NAME ...]`; needs nvcc on PATH.
+multiprocessor as the kernels' headers count on. `python kernels/compile_cuda.py [NAME ...]`; needs nvcc on PATH.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "cuda"
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 HEAD_SIZES = (64, 128)
 # (direction, head size): registers that a thread may use.
