@@ -87,11 +87,12 @@ def load_theirs(path: Path) -> Theirs:
 def gate(theirs: Theirs, ours: LanguageModel) -> float:
     """The error of our logits against theirs after a few tokens, as a share of their size."""
     ids = [1, 2, 3, 5, 8, 13]
-    state, their_state, logits_1V, expected_V = ours.initial_state(1), None, torch.empty(0), torch.empty(0)
+    state, logits_1V, expected_V = ours.initial_state(1), torch.empty(0), torch.empty(0)
+    their_state: object = None
     with torch.no_grad():
         for index in ids:
             logits_1V, state = ours.step(torch.tensor([index]), state)
-            expected_V, their_state = theirs.forward([index], their_state)  # type: ignore[assignment]
+            expected_V, their_state = theirs.forward([index], their_state)
     return float(torch.linalg.vector_norm(logits_1V[0] - expected_V) / torch.linalg.vector_norm(expected_V))
 
 
