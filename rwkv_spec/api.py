@@ -1,7 +1,7 @@
 """The public face, to be read like a table of contents. Only this module and training.py know all the others.
 
-Each function takes a spec (a path, a dict or a checked Spec) and plain keywords. Torch is imported where it is needed:
-checking a spec does not wait for it.
+Each function takes a spec (a path, a dict or a checked Spec) and plain keywords. What only some of them need, as torch,
+is imported there: checking a spec waits for none of it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rwkv_spec.data.source import Given
-from rwkv_spec.data.store import Store
 from rwkv_spec.errors import UserError
 from rwkv_spec.paths import expanded
 from rwkv_spec.preflight import Inputs, preflight
-from rwkv_spec.preparing import foreseen, prepare_inputs, terminal_console
 from rwkv_spec.process import wait_briefly
-from rwkv_spec.spec.plan import Plan
 from rwkv_spec.spec.types import Spec
 from rwkv_spec.spec.validate import validate
 from rwkv_spec.tokenizer.protocol import Tokenizer
 
 if TYPE_CHECKING:
-    from rwkv_spec.benchmark import Report
+    from rwkv_spec.benchmark.report import Report
     from rwkv_spec.checkpoint.detect import Info
     from rwkv_spec.conversion import Converted
+    from rwkv_spec.data.store import Store
     from rwkv_spec.generation.sample import Sampling
     from rwkv_spec.generation.text import TextStream
     from rwkv_spec.model.language_model import LanguageModel
     from rwkv_spec.planning import Planned
+    from rwkv_spec.spec.plan import Plan
     from rwkv_spec.training import Run
 
 SpecSource = str | Path | Mapping[str, object] | Spec
@@ -102,6 +101,7 @@ def planned(
     inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
 
     from rwkv_spec.planning import make_planned, make_world
+    from rwkv_spec.preparing import foreseen
 
     world = make_world(inputs.spec, shape=inputs.shape, num_processes=num_processes, engine=engine)
     return make_planned(
@@ -124,6 +124,9 @@ def prepare(
 ) -> Store:
     """Turn the data into a token store and return it; `verify` hashes sources even if their size and time match."""
     inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
+
+    from rwkv_spec.preparing import prepare_inputs, terminal_console
+
     return prepare_inputs(inputs, terminal_console(), verify=verify)
 
 
@@ -136,13 +139,28 @@ def initialize(spec: SpecSource, *, overrides: Sequence[str] = ()) -> Path:
     return write_initial_weights(inputs)
 
 
-def bench(spec: SpecSource, *, overrides: Sequence[str] = (), num_steps: int = 12) -> Report:
-    """Time optimizer steps of this spec on random tokens on this machine."""
+def bench(
+    spec: SpecSource,
+    *,
+    overrides: Sequence[str] = (),
+    num_steps: int = 12,
+    num_rounds: int | None = None,
+    against: Sequence[str] = (),
+    beside_busy: bool = False,
+    peer_python: Path | None = None,
+    peer_limit_seconds: float = 600.0,
+) -> Report:
+    """Time optimizer steps of this spec on random tokens on this machine, and of peers in turn with them.
+
+    `against`: names of peers (rwkv-trainer, gpt, compile, or all); `peer_python` is the python that has rwkv-trainer.
+    `beside_busy` measures all once more while another process keeps a core busy.
+    """
     inputs = _inputs(spec, overrides)
 
-    from rwkv_spec.benchmark import measure
+    from rwkv_spec.benchmark.measure import Request, measure
 
-    return measure(inputs, num_steps=num_steps)
+    request = Request(num_steps, num_rounds, tuple(against), beside_busy, peer_python, peer_limit_seconds)
+    return measure(inputs, request)
 
 
 def inspect(path: str | Path) -> Info:

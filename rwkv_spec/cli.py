@@ -222,14 +222,33 @@ def _initialize(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=12, help="timed optimizer steps (default 12, after 3 of warm-up)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps a round (default 12, after 3 of warm-up)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds (default 1; 3 where programs take turns)")
+    parser.add_argument(
+        "--against",
+        metavar="PEERS",
+        default="",
+        help="time these in turn with ours: rwkv-trainer, gpt, compile, with commas, or all that can run here",
+    )
+    parser.add_argument("--beside-busy", action="store_true", help="also beside a process that keeps one core busy")
+    parser.add_argument("--peer-python", type=Path, default=None, help="the python that has rwkv-trainer installed")
+    parser.add_argument("--peer-limit", type=float, default=600.0, help="seconds for one peer's round (default 600)")
+    parser.add_argument("--json", action="store_true", help="print all figures as one JSON object")
 
 
 def _bench(arguments: argparse.Namespace, overrides: list[str]) -> int:
     from rwkv_spec import api
 
-    report = api.bench(arguments.spec, overrides=overrides, num_steps=arguments.steps)
+    report = api.bench(
+        arguments.spec,
+        overrides=overrides,
+        num_steps=arguments.steps,
+        num_rounds=arguments.rounds,
+        against=[name.strip() for name in arguments.against.split(",") if name.strip()],
+        beside_busy=arguments.beside_busy,
+        peer_python=arguments.peer_python,
+        peer_limit_seconds=arguments.peer_limit,
+    )
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
     return STATUS_DONE
 

@@ -16,7 +16,6 @@ from rwkv_spec.data.holdout import EvalRule
 from rwkv_spec.data.source import Given, open_source
 from rwkv_spec.errors import CheckpointError, DataError, KernelError, Problem, SpecError
 from rwkv_spec.model.shapes import ModelShape, fresh_shape
-from rwkv_spec.ops.build import find_compiler
 from rwkv_spec.run_folder import RunFolder
 from rwkv_spec.spec.types import Spec
 from rwkv_spec.tokenizer.build import build_tokenizer
@@ -204,6 +203,9 @@ def _is_written_by_the_run(spec: Spec, path: Path) -> bool:
 def _check_compiler(spec: Spec, problems: list[Problem]) -> None:
     if spec.kernels != "cpu":
         return
+
+    from rwkv_spec.ops.build import find_compiler
+
     try:
         find_compiler()
     except KernelError as error:

@@ -49,7 +49,7 @@ LAYERS: dict[str, list[str]] = {
     "inference": [],
     "conversion": [],
     "training": [],
-    "benchmark": [],
+    "benchmark": ["workload", "timed", "machine", "breakdown", "gate", "own", "peers", "worker", "programs", "measure"],
     "api": [],
     "__init__": [],
     "generate_verb": [],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import rwkv_spec
+from rwkv_spec.ops.build_cuda import load_cuda_operator
 from rwkv_spec.ops.dropout import dropout
-from rwkv_spec.ops.wkv import REFERENCES, wkv5, wkv6, wkv7
-from tests.ops.cases import RECURRENCES, error_ratio, make_case
+from rwkv_spec.ops.wkv import REFERENCES, check_library, wkv5, wkv6, wkv7
+from tests.ops.cases import RECURRENCES, error_ratio, expected, make_case, through_library
 from tests.tiny import tiny_spec
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +40,33 @@ def test_every_result_of_the_cuda_kernels_matches_float64(operator: str, T: int,
         results.append([x.detach() for x in (y, state, *gradients)])
     for name, got, want in zip(names, *results, strict=True):
         assert error_ratio(got, want) < GATE[dtype], name
+
+
+@pytest.mark.parametrize("dtype", list(GATE), ids=str)
+@pytest.mark.parametrize("N", [16, 32, 48, 64])
+@pytest.mark.parametrize("T", [1, 15, 16, 17, 257])
+def test_every_result_of_wkv7_on_tensor_cores_matches_float64(T: int, N: int, dtype: torch.dtype) -> None:
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        pytest.skip(f"products of tf32 numbers come with sm_80; this device is sm_{capability[0]}{capability[1]}")
+
+    def check(library: ctypes.CDLL) -> None:
+        check_library(RECURRENCES["wkv7"], library, (N,), device="cuda")
+
+    library = load_cuda_operator("wkv7_tensor", N, capability, check).library
+    case = make_case(T, N, dtype)
+    assert case.starts is not None
+    case = dataclasses.replace(
+        case,
+        inputs=tuple(x.cuda() for x in case.inputs),
+        starts=case.starts.cuda(),
+        dy=case.dy.cuda(),
+        dstate_out=case.dstate_out.cuda(),
+    )
+    first = through_library(library, case)
+    for name, got, want in zip(case.results, first, expected(case), strict=True):
+        assert error_ratio(got, want) < GATE[dtype], name
+    assert all(torch.equal(x, y) for x, y in zip(through_library(library, case), first, strict=True))
 
 
 def test_the_cuda_kernels_run_on_the_current_stream() -> None:

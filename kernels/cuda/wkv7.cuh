@@ -1,7 +1,10 @@
-// What the forward and the backward of WKV-7 share: the head size and the decay.
+// What all kernels of WKV-7 share: the head size, the decay, and what a forward and a backward are given.
 
 #pragma once
 
+#include <cstdint>
+
+#include "rows.cuh"
 #include "tile.cuh"
 
 namespace {
@@ -27,6 +30,32 @@ struct Decay {
     static __device__ __forceinline__ float slope(float w_raw) {
         const float e = expf(-fabsf(w_raw)), y = inverse(1.0f + e);
         return e * y * y * -RATE;
+    }
+};
+
+struct Forward {
+    Shape shape;
+    const void *r, *w_raw, *k, *v, *a, *b;
+    const float* state_in;
+    const uint8_t* starts;
+    void* y;
+    float *state_out, *chunk_states, *sa;
+};
+
+struct Backward {
+    Shape shape;
+    const void *r, *w_raw, *k, *v, *a, *b;
+    const float* state_in;
+    const uint8_t* starts;
+    const float *chunk_states, *sa;
+    const void* dy;
+    const float* dstate_out;
+    void *dr, *dw_raw, *dk, *dv, *da, *db;
+    float* dstate_in;
+
+    // S before the first token of a chunk; null is zeros.
+    __device__ __forceinline__ const float* start_of(int chunk) const {
+        return chunk > 0 ? matrix_of_chunk<N>(chunk_states, shape.T, chunk) : matrix_of_block<N>(state_in);
     }
 };
 

@@ -16,23 +16,6 @@
 
 namespace {
 
-struct Backward {
-    Shape shape;
-    const void *r, *w_raw, *k, *v, *a, *b;
-    const float* state_in;
-    const uint8_t* starts;
-    const float *chunk_states, *sa;
-    const void* dy;
-    const float* dstate_out;
-    void *dr, *dw_raw, *dk, *dv, *da, *db;
-    float* dstate_in;
-
-    // S before the first token of a chunk; null is zeros.
-    __device__ __forceinline__ const float* start_of(int chunk) const {
-        return chunk > 0 ? matrix_of_chunk<N>(chunk_states, shape.T, chunk) : matrix_of_block<N>(state_in);
-    }
-};
-
 // Three groups of threads, each with one sweep of its own, work side by side where their registers allow it: the
 // first then is one chunk ahead of the others. Else one group makes the three sweeps in turn.
 constexpr int ROLES = N <= 64 ? 3 : 1;

@@ -24,6 +24,10 @@ class Tokens(Protocol):
     def read(self, start: int, count: int) -> NDArray[np.int64]: ...
 
 
+# The windows of so many sequences are found at once: for the few of one step it takes longer than reading them.
+_SEQUENCES_AHEAD = 1024
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows of equal length. `sequence_B` counts rows over the whole run, `window_B` names the window; filler has -1."""
@@ -114,27 +118,6 @@ def read_windows(stream: Tokens, window_B: NDArray[np.int64], *, ctx_len: int, s
     return Batch(ids_BT, targets_BT, weights_BT, starts_BT, sequence_B, window_B)
 
 
-def step_batch(
-    stream: Tokens,
-    cursor: Cursor,
-    *,
-    ctx_len: int,
-    batch_size: int,
-    order: str,
-    seed: int,
-    total_sequences: int,
-    rank: int = 0,
-    world: int = 1,
-) -> Batch:
-    """This rank's rows of the step after `cursor`. The last step of a run may be short: a rank may then have no row."""
-    first, last = cursor.sequences(batch_size=batch_size, total_sequences=total_sequences)
-    start, stop = rank_share(last - first, rank, world)
-    sequence_B = np.arange(first + start, first + stop, dtype=np.int64)
-    num_windows = epoch_windows(stream.num_tokens, ctx_len=ctx_len, order=order)
-    window_B = window_index(sequence_B, num_windows=num_windows, order=order, seed=seed)
-    return read_windows(stream, window_B, ctx_len=ctx_len, sequence_B=sequence_B)
-
-
 def batches(
     stream: Tokens,
     *,
@@ -147,18 +130,21 @@ def batches(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[Batch]:
-    """One Batch for each optimizer step from `first_step` on: this rank's share."""
+    """One Batch for each optimizer step from `first_step` on: this rank's share of its rows.
+
+    The last step of a run may be short: a rank may then have no row.
+    """
     cursor = Cursor(first_step)
+    known = range(0)
+    window_of_known = np.zeros(0, np.int64)
     while cursor.step * batch_size < total_sequences:
-        yield step_batch(
-            stream,
-            cursor,
-            ctx_len=ctx_len,
-            batch_size=batch_size,
-            order=order,
-            seed=seed,
-            total_sequences=total_sequences,
-            rank=rank,
-            world=world,
-        )
+        first, last = cursor.sequences(batch_size=batch_size, total_sequences=total_sequences)
+        if last > known.stop:
+            known = range(first, first + max(_SEQUENCES_AHEAD, last - first))
+            num_windows = epoch_windows(stream.num_tokens, ctx_len=ctx_len, order=order)
+            window_of_known = window_index(np.array(known), num_windows=num_windows, order=order, seed=seed)
+        start, stop = rank_share(last - first, rank, world)
+        sequence_B = np.arange(first + start, first + stop, dtype=np.int64)
+        window_B = window_of_known[sequence_B - known.start]
+        yield read_windows(stream, window_B, ctx_len=ctx_len, sequence_B=sequence_B)
         cursor = cursor.next()

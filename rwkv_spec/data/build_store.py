@@ -196,7 +196,7 @@ def _encode(order: Building, pieces: Sequence[_Piece], meter: _Meter) -> None:
             for start, stop in _ranges(piece.source.files[0], job_bytes(total, order.processes)):
                 out = str(order.folder / f"part-{len(jobs):06d}")
                 path = str(piece.source.files[0])
-                jobs.append(Job(path, piece.source.kind, start, stop, order.field, where, out))
+                jobs.append(Job(path, piece.source.kind, start, stop, order.field, where, out, total))
                 owners.append(piece)
         elif piece.source.kind != "binidx":
             out = str(order.folder / f"array-{pieces.index(piece):06d}")

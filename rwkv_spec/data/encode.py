@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from rwkv_spec.data.compiled_lines import Documents, plain_reader
 from rwkv_spec.data.place import element_column, field_column, text_column
 from rwkv_spec.data.rows import Fault, Row, RowReader, decode_line
 from rwkv_spec.tokenizer.build import recipe_of
+from rwkv_spec.tokenizer.compiled_ids import end_with_zero
 from rwkv_spec.tokenizer.protocol import (
     BatchTokenizer,
     EncodeError,
@@ -20,6 +22,8 @@ from rwkv_spec.tokenizer.protocol import (
 )
 
 Encoded = tuple[NDArray[np.int64], NDArray[np.int64]]
+# So many ids at once come from data that is large enough to start a compiler for.
+MANY_IDS = 1 << 16
 
 
 class WantsText(EncodeError):
@@ -76,6 +80,23 @@ class Encoder:
         return ids
 
 
+class LineEncoder:
+    """Encodes blocks of lines: all at once where every line is plain, else row by row. The documents are the same."""
+
+    def __init__(self, reader: RowReader, tokenizer: Tokenizer, *, num_bytes: int) -> None:
+        """`num_bytes`: how much is to be read in all, by this encoder and others."""
+        self._reader, self._encoder = reader, Encoder(tokenizer)
+        self._plain = plain_reader(reader, tokenizer, num_bytes=num_bytes)
+
+    def documents(self, block: bytes) -> Documents:
+        """Those that can be encoded; the reader takes note of the rows that cannot."""
+        found = None if self._plain is None else self._plain.documents(block)
+        if found is not None:
+            return found
+        ids, sizes, good = encode_rows(self._encoder, self._reader.rows(block), self._reader)
+        return Documents(ids, sizes, np.fromiter((row.held_out for row in good), np.bool_, len(good)))
+
+
 def encode_rows(
     encoder: Encoder, rows: Sequence[Row], reader: RowReader
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[Row]]:
@@ -110,8 +131,10 @@ def _located(row: Row, error: EncodeError, reader: RowReader) -> Fault:
     return Fault(column, f"{reader.field}: {where}{error.what}; {error.fix}")
 
 
-def end_documents(ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> Encoded:
-    """The same documents, each followed by token 0."""
-    ended = np.zeros(len(ids) + len(sizes), np.int64)
+def end_documents(ids: NDArray[np.int64], sizes: NDArray[np.int64], dtype: np.dtype[np.integer]) -> NDArray[np.integer]:
+    """The same documents in a store's type, each followed by token 0."""
+    if len(ids) >= MANY_IDS and (compiled := end_with_zero(ids, sizes, dtype)) is not None:
+        return compiled
+    ended = np.zeros(len(ids) + len(sizes), dtype)
     ended[np.arange(len(ids)) + np.repeat(np.arange(len(sizes)), sizes)] = ids
-    return ended, sizes + 1
+    return ended

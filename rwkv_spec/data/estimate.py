@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rwkv_spec.data.binidx import IndexedReader
-from rwkv_spec.data.encode import Encoder, encode_rows
+from rwkv_spec.data.encode import LineEncoder
 from rwkv_spec.data.holdout import EvalRule
 from rwkv_spec.data.rows import MAX_FAULTS, RowReader, place
 from rwkv_spec.data.source import LINE_KINDS, Given, Source, open_source
@@ -84,18 +84,19 @@ def sample(
         lengths = [source.row_length(0)] * source.num_rows if source.array is not None else map(len, source.ragged)
         counts = [length + 1 for length in lengths if length]
         return Sample(len(counts), sum(counts), 0, 0, approximate=False)
-    return _sample_lines(source, Encoder(tokenizer), RowReader(source.files[0], source.kind, field, where), max_bytes)
+    return _sample_lines(source, tokenizer, RowReader(source.files[0], source.kind, field, where), max_bytes)
 
 
-def _sample_lines(source: Source, encoder: Encoder, reader: RowReader, max_bytes: int) -> Sample:
+def _sample_lines(source: Source, tokenizer: Tokenizer, reader: RowReader, max_bytes: int) -> Sample:
     documents = tokens = held_documents = held_tokens = read = 0
-    for num_bytes, rows in reader.blocks(0, source.num_bytes):
-        _, sizes, good = encode_rows(encoder, rows, reader)
-        for size, row in zip(sizes.tolist(), good, strict=True):
-            if size:
-                documents, tokens = documents + 1, tokens + size + 1
-                held_documents += row.held_out
-                held_tokens += (size + 1) * row.held_out
+    encoder = LineEncoder(reader, tokenizer, num_bytes=min(source.num_bytes, max_bytes))
+    for num_bytes, block in reader.blocks(0, source.num_bytes):
+        found = encoder.documents(block)
+        full = found.sizes > 0
+        sizes, held_out = found.sizes[full] + 1, found.held_out[full]
+        documents, tokens = documents + len(sizes), tokens + int(sizes.sum())
+        held_documents += int(held_out.sum())
+        held_tokens += int(sizes[held_out].sum())
         read += num_bytes
         if read >= max_bytes:
             break

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rwkv_spec.data.binidx import dtype_for
-from rwkv_spec.data.encode import Encoder, WantsText, encode_rows, end_documents
+from rwkv_spec.data.encode import Encoder, LineEncoder, WantsText, end_documents
 from rwkv_spec.data.rows import RowReader
 from rwkv_spec.data.source import Source
 from rwkv_spec.errors import DataError
@@ -29,7 +29,10 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A range of whole lines to encode. Plain values only: it travels to a worker as JSON."""
+    """A range of whole lines to encode. Plain values only: it travels to a worker as JSON.
+
+    `num_bytes` counts those of all jobs, this one among them.
+    """
 
     path: str
     kind: str
@@ -38,6 +41,7 @@ class Job:
     field: str
     where: Mapping[str, object] | None
     out: str
+    num_bytes: int
 
 
 @dataclass
@@ -80,12 +84,11 @@ class PartWriter:
         """Append documents without their final 0, which is added here. Empty ones are counted and left out."""
         full = sizes > 0
         self.part.num_empty += int((~full).sum())
-        ended, ended_sizes = end_documents(ids, sizes[full])
-        self.write_ids(ended)
-        self.write_documents(ended_sizes, held_out[full])
+        self.write_ids(end_documents(ids, sizes[full], self._dtype))
+        self.write_documents(sizes[full] + 1, held_out[full])
 
-    def write_ids(self, ids: NDArray[np.int64]) -> None:
-        self._ids.write(ids.astype(self._dtype).data)
+    def write_ids(self, ids: NDArray[np.integer]) -> None:
+        self._ids.write(ids.astype(self._dtype, copy=False).data)
         self.part.num_tokens += len(ids)
 
     def write_documents(self, sizes: NDArray[np.int64], held_out: NDArray[np.bool_]) -> None:
@@ -112,11 +115,11 @@ def marks_path(out: str) -> Path:
 def encode_range(job: Job, tokenizer: Tokenizer, progress: Progress) -> Part:
     """Encode the rows of a byte range into a part. Faulty rows are noted in it: which line they are is known later."""
     reader = RowReader(Path(job.path), job.kind, job.field, job.where)
-    encoder = Encoder(tokenizer)
+    encoder = LineEncoder(reader, tokenizer, num_bytes=job.num_bytes)
     with PartWriter(job.out, dtype_for(tokenizer.vocab_size)) as writer:
-        for num_bytes, rows in reader.blocks(job.start, job.stop):
-            ids, sizes, good = encode_rows(encoder, rows, reader)
-            writer.add(ids, sizes, np.fromiter((row.held_out for row in good), np.bool_, len(good)))
+        for num_bytes, block in reader.blocks(job.start, job.stop):
+            found = encoder.documents(block)
+            writer.add(found.ids, found.sizes, found.held_out)
             progress(num_bytes)
     part = writer.part
     part.num_lines, part.num_blank, part.first_blank = reader.num_lines, reader.num_blank, reader.first_blank

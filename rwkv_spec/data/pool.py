@@ -1,4 +1,5 @@
-"""Encodes line ranges on all cores: child processes for big inputs, this process for small ones or a user's tokenizer.
+"""Encodes line ranges on all cores: by threads where compiled code does the work, else by child processes for big
+inputs; by this process alone for small ones or a user's tokenizer.
 
 The parts come back in the order of their ranges, so that the store's bytes do not depend on the number of processes.
 """
@@ -14,15 +15,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from rwkv_spec.data.compiled_lines import SMALL_BYTES, can_read_plainly
 from rwkv_spec.data.part import Job, Part, Progress, encode_range
 from rwkv_spec.data.rows import MAX_FAULTS
+from rwkv_spec.data.thread_pool import run_in_threads
 from rwkv_spec.errors import DataError
 from rwkv_spec.tokenizer.build import Recipe, recipe_of
 from rwkv_spec.tokenizer.protocol import Tokenizer
 
 # The child takes over the parent's import path; `-m` would put the current folder in front of it.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rwkv_spec.data.worker import main; main()"
-# Child processes take a second to start; in that time this one has encoded some fifty megabytes of text.
+# Child processes take a second to start; in that time this one has encoded some thirty megabytes of integers.
 _SMALL_BYTES = 32 << 20
 _JOB_BYTES = 16 << 20
 Event = tuple[int, dict[str, object]]
@@ -37,7 +40,7 @@ def num_cores() -> int:
 
 def job_bytes(total_bytes: int, processes: int) -> int:
     """The size of a job: one for all where one process does the work, else several for each process."""
-    if processes == 1 or total_bytes < _SMALL_BYTES:
+    if processes == 1 or total_bytes < SMALL_BYTES:
         return max(total_bytes, 1)
     return max(1 << 20, min(_JOB_BYTES, total_bytes // (4 * processes)))
 
@@ -46,7 +49,11 @@ def run_jobs(jobs: Sequence[Job], tokenizer: Tokenizer, *, processes: int, progr
     """The parts in the order of the jobs. After more faults than anyone reads, later jobs are left out."""
     recipe = recipe_of(tokenizer)
     total_bytes = sum(job.stop - job.start for job in jobs)
-    if recipe is None or not sys.executable or processes == 1 or len(jobs) == 1 or total_bytes < _SMALL_BYTES:
+    if recipe is None or processes == 1 or len(jobs) == 1:
+        return _run_here(jobs, tokenizer, progress)
+    if can_read_plainly(tokenizer, num_bytes=total_bytes):
+        return run_in_threads(jobs, tokenizer, threads=processes, progress=progress)
+    if not sys.executable or total_bytes < _SMALL_BYTES:
         return _run_here(jobs, tokenizer, progress)
     pool = _Pool(jobs, recipe, tokenizer.fingerprint, min(processes, len(jobs)))
     try:

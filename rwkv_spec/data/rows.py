@@ -54,8 +54,8 @@ class RowReader:
     faults: list[tuple[int, int, str]] = made_of(default_factory=list)
     values_seen: dict[str, list[str]] = made_of(default_factory=dict)
 
-    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, list[Row]]]:
-        """(bytes read, rows) for each block. Stops early once there are more faults than anyone reads."""
+    def blocks(self, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(bytes read, whole lines) for each block. Stops early once there are more faults than anyone reads."""
         with self.path.open("rb") as file:
             file.seek(start)
             while start < stop and self.num_faults < MAX_FAULTS:
@@ -64,11 +64,14 @@ class RowReader:
                     break
                 if not block.endswith(b"\n"):
                     block += file.readline()
-                lines = block.removesuffix(b"\n").split(b"\n")
-                if start == 0:
-                    lines[0] = lines[0].removeprefix(BOM)
+                lines = block if start else block.removeprefix(BOM)
                 start += len(block)
-                yield len(block), [row for raw in lines if (row := self._row(raw)) is not None]
+                yield len(block), lines
+
+    def rows(self, block: bytes) -> list[Row]:
+        """The rows of a block's lines. Those that cannot be used are noted as faults."""
+        lines = block.removesuffix(b"\n").split(b"\n")
+        return [row for raw in lines if (row := self._row(raw)) is not None]
 
     def _row(self, raw: bytes) -> Row | None:
         self.num_lines += 1
@@ -81,13 +84,14 @@ class RowReader:
             if self.kind == "txt":
                 return Row(self.num_lines, raw, text, False)
             fields = _parse_object(text)
-            held_out = self.where is not None and self._is_held_out(fields)
+            held_out = self.where is not None and self.is_held_out(fields)
             return Row(self.num_lines, raw, _value(text, fields, self.field), held_out)
         except Fault as fault:
             self.add_fault(self.num_lines, fault)
             return None
 
-    def _is_held_out(self, fields: Mapping[str, object]) -> bool:
+    def is_held_out(self, fields: Mapping[str, object]) -> bool:
+        """Whether the rule holds out a row with these fields. Their values are noted for the case that none is."""
         where = self.where or {}
         for key in where:
             if key not in fields:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.compiled_ids import can_read_ids, ids_of_bytes
+from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts, Values, first_outside, integer_array
 from rwkv_spec.tokenizer.stream import BytesDecoder, StreamDecoder
 from rwkv_spec.tokenizer.vocab_file import write_vocab
 
@@ -43,6 +44,14 @@ class BytesTokenizer:
         pieces = [utf8(text) for text in texts]
         ids = np.frombuffer(b"".join(pieces), np.uint8).astype(np.int64) + 1
         return ids, np.fromiter(map(len, pieces), np.int64, len(pieces))
+
+    @property
+    def is_compiled(self) -> bool:
+        return can_read_ids()
+
+    def encode_utf8(self, texts: Utf8Texts) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The same for texts that lie anywhere in memory; None where the others have something to say."""
+        return ids_of_bytes(texts)
 
     def decode(self, ids: Values) -> str:
         """The text; ends of documents are left out, and bytes that are no UTF-8 become U+FFFD."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import Kernels, load_operator
+from rwkv_spec.tokenizer.protocol import Utf8Texts
 from rwkv_spec.tokenizer.trie import Match, Trie
+
+if TYPE_CHECKING:
+    from rwkv_spec.ops.build import Kernels
 
 # What trie.cpp returns.
 _FULL, _STUCK, _TOO_SMALL = 1, 2, 3
@@ -48,8 +52,12 @@ class CompiledTrie:
 
     def match(self, documents: Sequence[bytes]) -> Match:
         """The ids of all documents, without a copy of their bytes."""
+        return self.match_utf8(Utf8Texts.of(documents))
+
+    def match_utf8(self, texts: Utf8Texts) -> Match:
+        """The same for texts that lie anywhere in memory."""
         # The library is no attribute: it could not be copied or pickled.
-        return match_arrays(trie_of_this_machine().library, self._arrays, documents)
+        return match_arrays(trie_of_this_machine().library, self._arrays, texts)
 
 
 def build_arrays(library: ctypes.CDLL, tokens: Mapping[int, bytes], *, capacity: int | None = None) -> Arrays:
@@ -71,20 +79,19 @@ def build_arrays(library: ctypes.CDLL, tokens: Mapping[int, bytes], *, capacity:
     return cells[: used.value].copy(), id_of_cell[: used.value].copy()
 
 
-def match_arrays(library: ctypes.CDLL, arrays: Arrays, documents: Sequence[bytes], *, room: int = _ROOM) -> Match:
+def match_arrays(library: ctypes.CDLL, arrays: Arrays, texts: Utf8Texts, *, room: int = _ROOM) -> Match:
     """`room`: how many ids one call may find; there are as many calls as it takes."""
     cells, id_of_cell = arrays
-    pointers = (ctypes.c_char_p * len(documents))(*documents)
-    sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-    counts, place, written = np.zeros(len(documents), np.int64), np.zeros(2, np.int64), ctypes.c_int64()
+    sizes = texts.sizes
+    counts, place, written = np.zeros(len(sizes), np.int64), np.zeros(2, np.int64), ctypes.c_int64()
     found: list[NDArray[np.int64]] = []
     # No id stands for less than a byte, so that this many may still come.
     most, code = int(sizes.sum()), _FULL
     while code == _FULL and most > 0:
         ids = np.empty(min(most, room), np.int64)
         code = library.trie_encode(
-            cells.ctypes.data, id_of_cell.ctypes.data, pointers, sizes.ctypes.data, len(documents), len(ids),
-            ids.ctypes.data, counts.ctypes.data, place.ctypes.data, ctypes.byref(written),
+            cells.ctypes.data, id_of_cell.ctypes.data, texts.addresses.ctypes.data, sizes.ctypes.data, len(sizes),
+            len(ids), ids.ctypes.data, counts.ctypes.data, place.ctypes.data, ctypes.byref(written),
         )  # fmt: skip
         found.append(ids[: written.value])
         most -= written.value
@@ -94,6 +101,9 @@ def match_arrays(library: ctypes.CDLL, arrays: Arrays, documents: Sequence[bytes
 
 @functools.cache
 def trie_of_this_machine() -> Kernels:
+    # Here, since most tokenizers need no compiler, and a spec with one of them is checked without it.
+    from rwkv_spec.ops.build import load_operator
+
     kernels = load_operator("trie", check_library)
     _declare(kernels.library)
     return kernels
@@ -118,7 +128,7 @@ def check_library(library: ctypes.CDLL) -> None:
     more = dict(enumerate(sorted(pieces - set(_SELF_CHECK.values())), 100))
     for tokens in (_SELF_CHECK, _SELF_CHECK | more):
         want = Trie(tokens).match(documents)
-        got = match_arrays(library, build_arrays(library, tokens, capacity=1), documents, room=64)
+        got = match_arrays(library, build_arrays(library, tokens, capacity=1), Utf8Texts.of(documents), room=64)
         same = np.array_equal(want.ids, got.ids) and np.array_equal(want.counts, got.counts)
         if not same or want.stuck != got.stuck:
             raise KernelError(

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rwkv_spec.tokenizer.compiled_ids import can_read_ids, ids_of_integers
 from rwkv_spec.tokenizer.decimals import outside, parse, parse_many
-from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array
+from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts, Values, first_outside, integer_array
 from rwkv_spec.tokenizer.stream import NumbersDecoder, StreamDecoder
 from rwkv_spec.tokenizer.vocab_file import write_vocab
 
@@ -44,6 +45,14 @@ class IdsTokenizer:
             arrays = [parse(text, low=0, high=self.vocab_size - 1) for text in texts]
             parsed = np.concatenate([np.zeros(0, np.int64), *arrays]), np.array([len(a) for a in arrays], np.int64)
         return parsed
+
+    @property
+    def is_compiled(self) -> bool:
+        return can_read_ids()
+
+    def encode_utf8(self, texts: Utf8Texts) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The same for texts that lie anywhere in memory; None where the others have something to say."""
+        return ids_of_integers(texts, high=self.vocab_size - 1, shift=0)
 
     def encode_sequence(self, values: Values) -> NDArray[np.int64]:
         array = integer_array(values)

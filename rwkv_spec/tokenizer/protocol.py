@@ -5,8 +5,10 @@ Token 0 ends a document. No tokenizer but `ids` produces it; decoding leaves it 
 
 from __future__ import annotations
 
+import ctypes
 import numbers
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -72,6 +74,39 @@ class BatchTokenizer(Protocol):
     """A tokenizer with a fast form for many texts: all ids back to back, and how many each text has."""
 
     def encode_many(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+
+
+@dataclass(frozen=True)
+class Utf8Texts:
+    """Texts as they lie in memory: the address and the bytes of each, whole UTF-8. `owners` keep the memory.
+
+    Where `is_list` is true the text is what stands between the brackets of a JSON list of integers.
+    """
+
+    addresses: NDArray[np.uintp]
+    sizes: NDArray[np.int64]
+    is_list: NDArray[np.bool_]
+    owners: tuple[object, ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[bytes], is_list: Sequence[bool] | None = None) -> Utf8Texts:
+        """Pieces that lie anywhere, without a copy of their bytes."""
+        pointers = (ctypes.c_char_p * len(pieces))(*pieces)
+        addresses = np.frombuffer(bytes(pointers), np.uintp)
+        sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        listed = np.zeros(len(pieces), np.bool_) if is_list is None else np.array(is_list, np.bool_)
+        return cls(addresses, sizes, listed, (pieces,))
+
+
+@runtime_checkable
+class Utf8Tokenizer(Protocol):
+    """A tokenizer that may have a compiled form, which reads texts where they lie. It says None where some text needs
+    the exact way of the others."""
+
+    @property
+    def is_compiled(self) -> bool: ...
+
+    def encode_utf8(self, texts: Utf8Texts) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None: ...
 
 
 @runtime_checkable

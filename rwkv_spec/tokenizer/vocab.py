@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rwkv_spec.tokenizer.byte import utf8
 from rwkv_spec.tokenizer.compiled_trie import CompiledTrie, make_trie
-from rwkv_spec.tokenizer.protocol import EncodeError, Values, first_outside, integer_array, shorten
+from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts, Values, first_outside, integer_array, shorten
 from rwkv_spec.tokenizer.stream import BytesDecoder, StreamDecoder
 from rwkv_spec.tokenizer.trie import Trie
 from rwkv_spec.tokenizer.vocab_file import read_vocab, write_vocab
@@ -77,6 +77,13 @@ class VocabTokenizer:
             document, at = match.stuck
             raise self._no_token(pieces[document], texts[document], at)
         return match.ids, match.counts
+
+    def encode_utf8(self, texts: Utf8Texts) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The same for texts that lie anywhere in memory; None where encode_many has something to say."""
+        if not isinstance(self._trie, CompiledTrie) or texts.is_list.any():
+            return None
+        match = self._trie.match_utf8(texts)
+        return (match.ids, match.counts) if match.stuck is None else None
 
     def _no_token(self, data: bytes, text: str | None, at: int) -> EncodeError:
         offset = at if text is None else len(data[:at].decode("utf-8", errors="ignore"))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv_spec.data.batch import Batch, Cursor, batches, rank_share, step_batch
-from rwkv_spec.data.order import epoch_windows
+from rwkv_spec.data.batch import Batch, batches, rank_share
+from rwkv_spec.data.order import epoch_windows, window_index
 from rwkv_spec.data.stream import Segment, TokenStream
 
 
@@ -88,9 +88,7 @@ def test_filler_rows_have_no_weight_and_no_number() -> None:
     pieces = found[0].split(2, 4)
     assert [piece.num_rows for piece in pieces] == [2, 2, 2, 2]
     assert pieces[3].weights_BT.sum() == 0 and (pieces[3].sequence_B == -1).all() and (pieces[3].window_B == -1).all()
-    empty = step_batch(
-        stream_of(50), Cursor(0), ctx_len=17, batch_size=8, order="shuffle", seed=0, total_sequences=1, rank=0, world=2
-    )
+    (empty,) = run(stream_of(50), total=1, world=2)[0]
     assert empty.num_rows == 0 and [piece.num_rows for piece in empty.split(4, 1)] == [1]
     with pytest.raises(ValueError, match="do not fit"):
         found[0].split(2, 2)
@@ -115,6 +113,22 @@ def test_a_resume_continues_with_the_same_rows() -> None:
     for one, other in zip(whole[5:], rest, strict=True):
         assert np.array_equal(one.ids_BT, other.ids_BT) and np.array_equal(one.sequence_B, other.sequence_B)
     assert run(stream, total=150, first_step=14) == [[]]
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential", "rwkv-lm"])
+@pytest.mark.parametrize(("batch_size", "first_step", "world"), [(1, 0, 1), (11, 3, 2), (300, 1, 3), (1500, 2, 2)])
+def test_a_step_reads_the_windows_of_its_sequences(order: str, batch_size: int, first_step: int, world: int) -> None:
+    # More sequences than are looked at ahead, and several epochs of them.
+    stream, total = stream_of(9000), 5000
+    ranks = run(stream, total=total, batch_size=batch_size, first_step=first_step, world=world, order=order)
+    sequence = np.concatenate([rank[step].sequence_B for step in range(len(ranks[0])) for rank in ranks])
+    assert sequence.tolist() == list(range(first_step * batch_size, total))
+    windows = epoch_windows(9000, ctx_len=17, order=order)
+    window = window_index(sequence, num_windows=windows, order=order, seed=3)
+    found = [rank[step].window_B for step in range(len(ranks[0])) for rank in ranks]
+    assert np.concatenate(found).tolist() == window.tolist()
+    first = [row[0] - 1000 for step in range(len(ranks[0])) for rank in ranks for row in rank[step].ids_BT]
+    assert first == (window * 17).tolist()
 
 
 def test_types_are_as_promised() -> None:

@@ -22,12 +22,22 @@ from rwkv_spec.errors import DataError
 from rwkv_spec.lock import Lock
 from rwkv_spec.tokenizer.vocab import VocabTokenizer
 from tests.data.stores import ROOT, make, snapshot, tokens, write
-from tests.tokenizer.vocabularies import world
+from tests.tokenizer.vocabularies import has_compiler, world
 
 
-def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def use(workers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads need compiled code, which so little data is not worth; processes are for where there is none."""
+    if workers == "threads" and not has_compiler():
+        pytest.skip("no C++ compiler on this machine")
     monkeypatch.setattr("rwkv_spec.data.pool._SMALL_BYTES", 1)
-    monkeypatch.setattr("rwkv_spec.data.pool.job_bytes", lambda total, processes: 1)
+    monkeypatch.setattr("rwkv_spec.data.compiled_lines.SMALL_BYTES", 1 if workers == "threads" else 1 << 60)
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_any_number_of_processes_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    use(workers, monkeypatch)
     monkeypatch.setattr(build_store, "job_bytes", lambda total, processes: 10_000 if processes > 1 else total)
     rng = np.random.default_rng(0)
     rows = [{"m": int(m), "text": " ".join(map(str, rng.integers(0, 360, m * 7)))} for m in rng.integers(1, 30, 400)]
@@ -46,10 +56,11 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, monkeypatc
     assert list((tmp_path / "store").glob(".preparing-*")) == []
 
 
+@pytest.mark.parametrize("workers", ["threads", "processes"])
 def test_world_tokens_are_the_same_from_any_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
-    monkeypatch.setattr("rwkv_spec.data.pool._SMALL_BYTES", 1)
+    use(workers, monkeypatch)
     monkeypatch.setattr(build_store, "job_bytes", lambda total, processes: 2000 if processes > 1 else total)
     lines = [f"Zeile {i}: 你好, мир, \\t {'é' * (i % 40)}" for i in range(500)]
     source = write(tmp_path / "a.txt", "\n".join(lines))
@@ -60,7 +71,7 @@ def test_world_tokens_are_the_same_from_any_number_of_processes(
 
 
 def test_a_vocabulary_changed_meanwhile_stops_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv_spec.data.pool._SMALL_BYTES", 1)
+    use("processes", monkeypatch)
     monkeypatch.setattr(build_store, "job_bytes", lambda total, processes: 100)
     vocab = write(tmp_path / "v.txt", "1 'a' 1\n2 '1' 1\n")
     tokenizer = VocabTokenizer(vocab)
@@ -162,7 +173,12 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, children)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="getrusage is POSIX")
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "npy"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("compiler", ["any", "none"])
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, compiler: str
+) -> None:
+    if compiler == "none":
+        monkeypatch.setenv("CXX", "no-such-compiler")
     used = {}
     for megabytes in (10, 200):
         source = tmp_path / f"{megabytes}.{kind}"

@@ -65,7 +65,7 @@ def test_it_compiles_what_the_product_compiles(compile_cuda: ModuleType) -> None
 
 @needs_nvcc
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["wkv5", "wkv6", "wkv7"])
+@pytest.mark.parametrize("name", ["wkv5", "wkv6", "wkv7", "wkv7_tensor"])
 def test_a_kernel_compiles_without_problems(compile_cuda: ModuleType, name: str) -> None:
     assert compile_cuda.compile_one(name, 64, architectures=(80,)) == []
 

@@ -25,7 +25,7 @@ from rwkv_spec.tokenizer.compiled_trie import (
     match_arrays,
     trie_of_this_machine,
 )
-from rwkv_spec.tokenizer.protocol import EncodeError
+from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts
 from rwkv_spec.tokenizer.trie import Match, Trie
 from rwkv_spec.tokenizer.vocab import VocabTokenizer, create_vocab_file_from_tokens
 from tests.tokenizer.vocabularies import compiled, naive, world, write
@@ -69,7 +69,7 @@ def test_the_compiled_trie_agrees_with_the_plain_definition(
     # However few ids a call has room for, and however small the first guess at the number of cells was.
     library = trie_of_this_machine().library
     arrays = build_arrays(library, tokens, capacity=room)
-    assert words_of(match_arrays(library, arrays, documents, room=room)) == want
+    assert words_of(match_arrays(library, arrays, Utf8Texts.of(documents), room=room)) == want
 
 
 @compiled
