@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from rwkv_spec.data.holdout import EvalRule
 from rwkv_spec.data.part import Job, Part, encode_range
 from rwkv_spec.data.rows import RowReader
 from rwkv_spec.errors import DataError, KernelError
-from rwkv_spec.ops.build import build_operator, find_compiler, source_folder
 from rwkv_spec.tokenizer import compiled_ids
 from rwkv_spec.tokenizer.byte import BytesTokenizer
 from rwkv_spec.tokenizer.ids import IdsTokenizer
@@ -30,6 +28,7 @@ from rwkv_spec.tokenizer.integer import AngleTokenizer, IntegerTokenizer
 from rwkv_spec.tokenizer.protocol import Tokenizer
 from rwkv_spec.tokenizer.vocab import VocabTokenizer
 from tests.data.stores import make, snapshot
+from tests.ops.cases import build_changed
 from tests.tokenizer.vocabularies import compiled
 
 # Lines of one file, all plain but for their kind of text; `m` is asked for in some tests.
@@ -307,13 +306,8 @@ def test_errors_of_a_store_are_the_same_with_a_compiler_and_without(tmp_path: Pa
     ],
 )
 def test_a_build_that_reads_other_documents_is_not_used(tmp_path: Path, right: str, wrong: str) -> None:
-    folder = tmp_path / "cpu"
-    shutil.copytree(source_folder(), folder)
-    source = (folder / "lines.cpp").read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    (folder / "lines.cpp").write_text(source.replace(right, wrong), encoding="utf-8")
     with pytest.raises(KernelError, match="reads other documents"):
-        build_operator("lines", find_compiler(), folder, tmp_path / "cache", check_library)
+        build_changed("lines", tmp_path, right, wrong, check_library)
 
 
 @compiled

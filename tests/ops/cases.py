@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops.build import CHUNK_LENGTH, NoCompiler, find_compiler
+from rwkv_spec.ops.build import CHUNK_LENGTH, Kernels, NoCompiler, build_operator, find_compiler, source_folder
 from rwkv_spec.ops.recurrence import RECURRENCES
 from rwkv_spec.ops.wkv import REFERENCES, Operator, wkv5, wkv6, wkv7
 
@@ -29,6 +31,19 @@ def why_no_compiler() -> str:
 
 
 compiled = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
+
+
+def build_changed(
+    operator: str, tmp_path: Path, right: str, wrong: str, check: Callable[[ctypes.CDLL], None]
+) -> Kernels:
+    """The operator of kernels/cpu with one place of its source exchanged, tried as any fresh build is."""
+    folder = tmp_path / "cpu"
+    shutil.copytree(source_folder(), folder)
+    path = folder / f"{operator}.cpp"
+    source = path.read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    path.write_text(source.replace(right, wrong), encoding="utf-8")
+    return build_operator(operator, find_compiler(), folder, tmp_path / "cache", check)
 
 
 @dataclass(frozen=True)

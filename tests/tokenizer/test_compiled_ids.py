@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from rwkv_spec.data.encode import end_documents
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import build_operator, find_compiler, source_folder
 from rwkv_spec.tokenizer import compiled_ids
 from rwkv_spec.tokenizer.byte import BytesTokenizer
 from rwkv_spec.tokenizer.compiled_ids import can_read_ids, check_library, end_with_zero, ids_of_integers
@@ -22,6 +20,7 @@ from rwkv_spec.tokenizer.ids import IdsTokenizer
 from rwkv_spec.tokenizer.integer import AngleTokenizer, IntegerTokenizer
 from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts, Utf8Tokenizer
 from rwkv_spec.tokenizer.vocab import VocabTokenizer
+from tests.ops.cases import build_changed
 from tests.tokenizer.vocabularies import compiled, write
 
 TEXTS = st.one_of(
@@ -110,13 +109,8 @@ def test_documents_end_as_in_the_plain_form(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_a_build_with_other_ids_is_not_used(tmp_path: Path, right: str, wrong: str) -> None:
-    folder = tmp_path / "cpu"
-    shutil.copytree(source_folder(), folder)
-    source = (folder / "ids.cpp").read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    (folder / "ids.cpp").write_text(source.replace(right, wrong), encoding="utf-8")
     with pytest.raises(KernelError, match="gives other ids"):
-        build_operator("ids", find_compiler(), folder, tmp_path / "cache", check_library)
+        build_changed("ids", tmp_path, right, wrong, check_library)
 
 
 @compiled

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.build import build_operator, find_compiler, source_folder
 from rwkv_spec.tokenizer.compiled_trie import (
     CompiledTrie,
     build_arrays,
@@ -28,6 +26,7 @@ from rwkv_spec.tokenizer.compiled_trie import (
 from rwkv_spec.tokenizer.protocol import EncodeError, Utf8Texts
 from rwkv_spec.tokenizer.trie import Match, Trie
 from rwkv_spec.tokenizer.vocab import VocabTokenizer, create_vocab_file_from_tokens
+from tests.ops.cases import build_changed
 from tests.tokenizer.vocabularies import compiled, naive, world, write
 
 # Few bytes, so that random texts do match; 0 and 255 are the ends of a node's children.
@@ -104,13 +103,8 @@ def test_both_tries_agree_over_a_large_vocabulary_of_any_bytes() -> None:
     ],
 )
 def test_a_trie_that_finds_other_ids_is_not_used(tmp_path: Path, right: str, wrong: str) -> None:
-    folder = tmp_path / "cpu"
-    shutil.copytree(source_folder(), folder)
-    source = (folder / "trie.cpp").read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    (folder / "trie.cpp").write_text(source.replace(right, wrong), encoding="utf-8")
     with pytest.raises(KernelError, match="finds other ids"):
-        build_operator("trie", find_compiler(), folder, tmp_path / "cache", check_library)
+        build_changed("trie", tmp_path, right, wrong, check_library)
 
 
 @pytest.fixture
