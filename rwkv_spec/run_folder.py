@@ -13,11 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rwkv_spec.atomic import write_json
+from rwkv_spec.atomic import discard, write_json
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.lock import Lock, Locked, this_process
 
 _NUMBERED = re.compile(r"rwkv-(?:step)?(\d+)")
+# What a kill leaves of a file that a run was writing, under the names of atomic.temporary_sibling.
+_LEFT_OVER = re.compile(
+    r"\.(?:rwkv-.+|metrics\.jsonl|train_log\.txt|run\.json|spec\.yaml|resolved\.yaml)\.\d+-[0-9a-f]{8}\.tmp"
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,13 @@ class RunFolder:
             ) from error
         except OSError as error:
             raise CheckpointError(f"{self.work_dir}: cannot be used as work_dir: {error}; name another one") from error
+
+    def remove_leftovers(self) -> None:
+        """Delete what a kill left of half-written files. Only the process that has claimed the folder may call this."""
+        for folder in (self.work_dir, self.given_spec.parent, self.out):
+            for path in folder.glob(".*.tmp"):
+                if _LEFT_OVER.fullmatch(path.name) and path.is_file():
+                    discard(path)
 
     def write_status(self, status: str, *, step: int, total_steps: int, note: str = "") -> None:
         """status: running, done, stopped or failed. CheckpointError where the folder cannot be written to."""

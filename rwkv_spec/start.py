@@ -178,6 +178,7 @@ def _open_log(folder: RunFolder, step: int, spec: Spec) -> RunLog:
 def begin(session: Session, beginning: Beginning, *, given: object) -> Progress:
     """Fill the model, bring the run folder to the step it starts at, and say how far the run is."""
     if session.engine.is_main:
+        session.folder.remove_leftovers()
         remove_leftovers(session.folder.states)
         _write_configs(session, given)
     if beginning.state is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import rwkv_spec
+from rwkv_spec.atomic import temporary_sibling
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.run_folder import RunFolder
 from tests.tiny import tiny_spec
@@ -33,6 +34,19 @@ def test_numbered_weights_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     (folder.out / "rwkv-step7.safetensors").touch()
     assert [path.stem for path in folder.numbered_weights("pth")] == ["rwkv-step30", "rwkv-step200", "rwkv-step1000"]
     assert [path.stem for path in folder.numbered_weights("safetensors")] == ["rwkv-step7"]
+
+
+def test_a_run_removes_what_a_kill_left_half_written_and_nothing_else(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    left = [temporary_sibling(path) for path in (folder.weights("rwkv-final", "pth"), folder.metrics,
+                                                 folder.train_log, folder.run_file, folder.resolved_spec)]  # fmt: skip
+    kept = [folder.out / name for name in (".mine.tmp", ".notes.12-0123abcd.tmp", "rwkv-final.pth.tmp")]
+    for path in (*left, *kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    rwkv_spec.run(tiny_spec(tmp_path))
+    assert [path.name for path in left if path.exists()] == []
+    assert all(path.read_bytes() == b"half" for path in kept)
 
 
 def test_the_status_says_who_and_how_far(tmp_path: Path) -> None:
