@@ -234,7 +234,7 @@ def machine_text() -> str:
 
 def sizes_of(name: str) -> tuple[int, ...]:
     """The head sizes that an operator of kernels/cpu is compiled for; (0,) where it has none."""
-    return HEAD_SIZES if name.startswith("wkv") else (0,)
+    return HEAD_SIZES if name in ("wkv5", "wkv6", "wkv7") else (0,)
 
 
 def sources_of(name: str, folder: Path) -> tuple[Path, ...]:
