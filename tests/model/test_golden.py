@@ -75,6 +75,6 @@ def test_the_loosened_gradient_hangs_on_terms_that_cancel() -> None:
     assert isinstance(block, Block) and block.ln0 is not None and isinstance(block.att, TimeMix6)
     with torch.no_grad():
         first_BC = block.ln1(block.ln0(model.emb(torch.tensor(golden_numbers("x060")["idx"])[:, 0])))
-        r_BC, _, k_BC, _, _ = block.att._project(first_BC, -first_BC)
+        r_BC, _, k_BC, _, _ = block.att._project(block.att._mixed_once(first_BC, torch.zeros_like(first_BC)))
         terms_BHN = (r_BC * k_BC).view(-1, 2, 64) * block.att.time_faaaa
     assert float(terms_BHN[0, 1].abs().sum()) > 1000 * float(terms_BHN[0, 1].sum().abs())
