@@ -33,6 +33,10 @@ GATE_TIMES = (1, 15, 16, 17, 33, 257)
 SHAPES = ((16, 512, 2, 64), (8, 1024, 12, 64))
 PAGE = Path(__file__).parent / "BENCH.md"
 
+Shape = tuple[int, int, int, int]
+# What is timed, by the names of the rows.
+Jobs = list[tuple[str, Callable[[], object]]]
+
 COMPILED: dict[str, Operator] = {
     name: functools.partial(operator, backend="cpu")
     for name, operator in (("wkv5", wkv5), ("wkv6", wkv6), ("wkv7", wkv7))
@@ -44,7 +48,7 @@ class Row:
     """One timing: microseconds of a whole call, and of one token of one head."""
 
     operator: str
-    shape: tuple[int, int, int, int]
+    shape: Shape
     dtype: str
     median_us: float
     quartiles_us: tuple[float, float]
@@ -128,8 +132,8 @@ def clock(function: Callable[[], object], seconds: float) -> list[float]:
     return samples
 
 
-def jobs_of(name: str, shape: tuple[int, int, int, int], dtype: str) -> list[tuple[str, Callable[[], object]]]:
-    """What is timed of an operator, by the names of the rows."""
+def jobs_of(name: str, shape: Shape, dtype: str) -> Jobs:
+    """What is timed of an operator."""
     B, T, H, N = shape
     operators = torch.ops.rwkv_spec
     if name == "dropout":
@@ -145,9 +149,9 @@ def jobs_of(name: str, shape: tuple[int, int, int, int], dtype: str) -> list[tup
     ]
 
 
-def time_shape(name: str, shape: tuple[int, int, int, int], dtype: str, seconds: float) -> list[Row]:
+def time_jobs(jobs: Jobs, shape: Shape, dtype: str, seconds: float) -> list[Row]:
     rows = []
-    for row_name, job in jobs_of(name, shape, dtype):
+    for row_name, job in jobs:
         samples = clock(job, seconds)
         low, median, high = statistics.quantiles(samples, n=4)
         rows.append(Row(row_name, shape, dtype, median, (low, high), min(samples)))
@@ -190,7 +194,7 @@ def table_rows(rows: Sequence[Row], note: str) -> list[str]:
     return lines
 
 
-def parse_shape(text: str) -> tuple[int, int, int, int]:
+def parse_shape(text: str) -> Shape:
     try:
         B, T, H, N = (int(size) for size in text.split(","))
     except ValueError:
@@ -206,9 +210,8 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, names: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Gates, then times the compiled operators.")
-    names = [*COMPILED, "dropout"]
     parser.add_argument("--operator", choices=names, action="append", help="may be given several times; default: all")
     parser.add_argument("--shape", type=parse_shape, action="append", help="B,T,H,N; may be given several times")
     parser.add_argument("--dtype", choices=list(DTYPES), action="append", help="default: both")
@@ -217,7 +220,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help=f"append the rows to {PAGE.name}")
     parser.add_argument("--note", default="", help="what the machine was doing")
     options = parser.parse_args(arguments)
-    options.operator = options.operator or names
+    options.operator = options.operator or list(names)
     options.shape, options.dtype = options.shape or list(SHAPES), options.dtype or list(DTYPES)
     return options
 
@@ -235,12 +238,11 @@ def gate(options: argparse.Namespace, operators: Mapping[str, Operator]) -> list
     return red
 
 
-def main(arguments: Sequence[str] | None = None, *, operators: Mapping[str, Operator] = COMPILED) -> int:
-    """Exit status 0; 1 where the gate is red; 2 where the user can fix it. `operators` go through the gate."""
-    options = parse(arguments)
+def run(options: argparse.Namespace, is_red: Callable[[], list[str]], jobs: Callable[[str, Shape, str], Jobs]) -> int:
+    """Exit status 0; 1 where the gate is red, and nothing is timed then; 2 where the user can fix it."""
     torch.set_num_threads(options.threads)
     try:
-        red = gate(options, operators)
+        red = is_red()
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -250,12 +252,19 @@ def main(arguments: Sequence[str] | None = None, *, operators: Mapping[str, Oper
     for dtype in options.dtype:
         for shape in options.shape:
             for name in options.operator:
-                lines = table_rows(time_shape(name, shape, dtype, options.seconds), options.note)
+                rows = time_jobs(jobs(name, shape, dtype), shape, dtype, options.seconds)
+                lines = table_rows(rows, options.note)
                 print("\n".join(lines), flush=True)
                 if options.write:
                     with PAGE.open("a", encoding="utf-8") as file:
                         file.write("\n".join(lines) + "\n")
     return 0
+
+
+def main(arguments: Sequence[str] | None = None, *, operators: Mapping[str, Operator] = COMPILED) -> int:
+    """`operators` go through the gate."""
+    options = parse(arguments, [*COMPILED, "dropout"])
+    return run(options, lambda: gate(options, operators), jobs_of)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def normal(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Inputs for the check of a build: the same, in float32 and on the CPU, whatever torch is set to."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes]
+
+
 def compare(name: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     """KernelError unless float32 results of a fresh build are those of the reference in float64."""
     errors = [
@@ -134,7 +140,7 @@ def try_build(
         leaves = [x.clone().requires_grad_() for x in inputs]
         wide = [x.double().requires_grad_() for x in inputs]
         got, want = compiled(library, *leaves), reference(*wide)
-        upstream = [torch.cos(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape) for x in want]
+        upstream = [torch.cos(torch.arange(x.numel(), dtype=torch.float64, device="cpu")).view(x.shape) for x in want]
         got_grads = torch.autograd.grad(list(got), leaves, [x.float() for x in upstream])
         want_grads = torch.autograd.grad(list(want), wide, upstream)
         compare(name, [x.detach() for x in (*got, *got_grads)], [x.detach() for x in (*want, *want_grads)])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, num_pieces, try_build
+from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
 
 class Bonus(NamedTuple):
@@ -124,10 +124,9 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _check(library: ctypes.CDLL) -> None:
-    generator = torch.Generator().manual_seed(2)
     R, H, N = ROWS_OF_A_PIECE + 3, 2, 48
-    sizes = ((R, H * N), (R, H * N), (H * N,), (H * N,), (R, H * N), (R, H * N), (R, H * N), (H, N))
-    inputs = [torch.randn(size, generator=generator) for size in sizes]
+    rows, channels = (R, H * N), (H * N,)
+    inputs = normal(2, rows, rows, channels, channels, rows, rows, rows, (H, N))
 
     def compiled(library: ctypes.CDLL, *x: Tensor) -> tuple[Tensor]:
         absent = (None,) * (8 - len(x))

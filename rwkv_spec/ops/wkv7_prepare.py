@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, num_pieces, try_build
+from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
 # A head whose norm is smaller is divided by this instead.
 NORMALIZE_EPS: Final = 1e-12
@@ -158,10 +158,8 @@ class _Wkv7Prepare(torch.autograd.Function):
 
 
 def _check(library: ctypes.CDLL) -> None:
-    generator = torch.Generator().manual_seed(3)
     R, H, N = ROWS_OF_A_PIECE + 3, 2, 48
-    rows = [torch.randn((R, H * N), generator=generator) for _ in range(6)]
-    parameters = [torch.randn(H * N, generator=generator) for _ in range(5)]
+    rows, parameters = normal(3, *6 * [(R, H * N)]), normal(4, *5 * [(H * N,)])
 
     def compiled(library: ctypes.CDLL, *x: Tensor) -> Prepared:
         if len(x) == 11:

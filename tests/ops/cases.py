@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops.build import CHUNK_LENGTH, Kernels, NoCompiler, build_operator, find_compiler, source_folder
+from rwkv_spec.ops.build import (
+    CHUNK_LENGTH,
+    FLAGS,
+    Kernels,
+    NoCompiler,
+    build_operator,
+    find_compiler,
+    machine_flags,
+    source_folder,
+    sources_of,
+)
 from rwkv_spec.ops.recurrence import RECURRENCES
 from rwkv_spec.ops.wkv import REFERENCES, Operator, wkv5, wkv6, wkv7
 
@@ -44,6 +55,21 @@ def build_changed(
     assert source.count(right) == 1
     path.write_text(source.replace(right, wrong), encoding="utf-8")
     return build_operator(operator, find_compiler(), folder, tmp_path / "cache", check)
+
+
+def build_mutant(operator: str, head_size: int, folder: Path, old: str, new: str) -> ctypes.CDLL:
+    """The operator for one head size (0 where it has none), with one text of its sources exchanged, built for once."""
+    places = 0
+    for path in sources_of(operator, source_folder()):
+        text = path.read_text(encoding="utf-8")
+        places += text.count(old)
+        (folder / path.name).write_text(text.replace(old, new), encoding="utf-8")
+    assert places == 1, "the mutant's place is gone from the sources"
+    # It runs on a few tokens: without optimisation both together take the least time.
+    flags = (*FLAGS, *machine_flags(), "-w", "-O0", f"-DHEAD_SIZE={head_size}", "-shared")
+    library = folder / "mutant.so"
+    subprocess.run([*find_compiler().command, *flags, str(folder / f"{operator}.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from rwkv_spec.errors import KernelError
 from rwkv_spec.ops import wkv
-from rwkv_spec.ops.build import CHUNK_LENGTH, FLAGS, find_compiler, machine_flags, source_folder, sources_of
+from rwkv_spec.ops.build import CHUNK_LENGTH
 from rwkv_spec.ops.recurrence import RECURRENCES
-from tests.ops.cases import GATE, compiled, every_operator, expected, make_case, through_library, worst
+from tests.ops.cases import GATE, build_mutant, compiled, every_operator, expected, make_case, through_library, worst
 
 # More than one register wide, wherever it is built.
 HEAD_SIZE = 32
@@ -77,26 +75,11 @@ MUTANTS = {
 }
 
 
-def build_mutant(operator: str, folder: Path, old: str, new: str) -> ctypes.CDLL:
-    """The operator for one head size, with one text of its sources exchanged."""
-    places = 0
-    for path in sources_of(operator, source_folder()):
-        text = path.read_text(encoding="utf-8")
-        places += text.count(old)
-        (folder / path.name).write_text(text.replace(old, new), encoding="utf-8")
-    assert places == 1, "the mutant's place is gone from the sources"
-    # It runs on a few tokens: without optimisation both together take the least time.
-    flags = (*FLAGS, *machine_flags(), "-w", "-O0", f"-DHEAD_SIZE={HEAD_SIZE}", "-shared")
-    library = folder / "mutant.so"
-    subprocess.run([*find_compiler().command, *flags, str(folder / f"{operator}.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
-
-
 @compiled
 @every_operator
 def test_what_is_no_mutant_passes(operator: str, tmp_path: Path) -> None:
     same = f"JOIN({operator}_forward"
-    library = build_mutant(operator, tmp_path, same, same)
+    library = build_mutant(operator, HEAD_SIZE, tmp_path, same, same)
     for dtype, gate in GATE.items():
         case = make_case(CHUNK_LENGTH + 8, HEAD_SIZE, dtype, operator=operator)
         assert worst(through_library(library, case), expected(case)) < gate
@@ -113,7 +96,7 @@ def test_what_is_no_mutant_passes(operator: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_mutant_fails(operator: str, name: str, tmp_path: Path) -> None:
-    mutant = build_mutant(operator, tmp_path, *MUTANTS[operator][name])
+    mutant = build_mutant(operator, HEAD_SIZE, tmp_path, *MUTANTS[operator][name])
     for dtype, gate in GATE.items():
         case = make_case(CHUNK_LENGTH + 8, HEAD_SIZE, dtype, operator=operator)
         assert worst(through_library(mutant, case), expected(case)) > 5 * gate
@@ -122,6 +105,6 @@ def test_a_mutant_fails(operator: str, name: str, tmp_path: Path) -> None:
 @compiled
 @every_operator
 def test_the_check_of_a_fresh_build_refuses_a_mutant(operator: str, tmp_path: Path) -> None:
-    mutant = build_mutant(operator, tmp_path, *MUTANTS[operator]["forgotten chunk state"])
+    mutant = build_mutant(operator, HEAD_SIZE, tmp_path, *MUTANTS[operator]["forgotten chunk state"])
     with pytest.raises(KernelError, match="wrong numbers"):
         wkv.check_library(RECURRENCES[operator], mutant, (HEAD_SIZE,))
