@@ -6,6 +6,7 @@ dropout is a function of the seeds that the caller gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ from rwkv_spec.model.rwkv5 import ChannelMix5, TimeMix5
 from rwkv_spec.model.rwkv6 import ChannelMix6, TimeMix6
 from rwkv_spec.model.rwkv7 import ChannelMix7, TimeMix7
 from rwkv_spec.model.shapes import ModelShape
+
+# Of the normed hidden vectors [B, T, C] and the head's matrix [V, C]: a weighted sum, and its weight.
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Far above what another order of sums makes in float32.
 _MOST_STEP_ERROR = 1e-3
@@ -114,14 +118,20 @@ class LanguageModel(nn.Module):
         starts_BT: Tensor | None = None,
         dropout_seed_B: Tensor | None = None,
         return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, State]:
+        loss: Loss | None = None,
+    ) -> Tensor | tuple[Tensor, State] | tuple[Tensor, Tensor]:
         """Logits [B, T, V] of every position, and the State after the last one if asked for.
+
+        With a `loss` no logits are made: its result, for the last hidden vectors, is returned alone in their place.
 
         `starts_BT` (bool) marks tokens before which state and token shift are forgotten. Dropout is applied if
         `dropout_seed_B` (int64) is given, in training and evaluation mode alike; without it there is none.
         """
         x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=starts_BT, dropout_seed_B=dropout_seed_B)
-        logits_BTV: Tensor = self.head(final_norm(x_BTC, added_BTC, self.ln_out, backend=self.backend))
+        hidden_BTC = final_norm(x_BTC, added_BTC, self.ln_out, backend=self.backend)
+        if loss is not None:
+            return loss(hidden_BTC, self.head.weight)
+        logits_BTV: Tensor = self.head(hidden_BTC)
         return (logits_BTV, State.stacked(layers)) if return_state else logits_BTV
 
     def prefill(self, ids_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -79,14 +79,14 @@ def call(
     dtype: torch.dtype,
     tensors: Sequence[Tensor | None],
     *,
-    eps: float = 0.0,
+    scalars: Sequence[float] = (),
 ) -> None:
     """Calls a C function with contiguous tensors of the header's order; KernelError if it could not be done."""
     code = getattr(library, function)(
         (ctypes.c_int64 * len(sizes))(*sizes),
         ctypes.c_int(DTYPE_CODES[dtype]),
         (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors)),
-        (ctypes.c_float * 1)(eps),
+        (ctypes.c_float * len(scalars))(*scalars),
         ctypes.c_int64(torch.get_num_threads()),
         ctypes.c_void_p(thread_pool()),
     )
