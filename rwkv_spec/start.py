@@ -128,7 +128,13 @@ def build_session(
         refuse_changes(beginning.state, found)
     # A checkpoint or a state fills it; what starts fresh draws each parameter from the seed and its name.
     fresh = spec.checkpoint is None and beginning.state is None
-    model = build_model(inputs.shape, dropout=spec.dropout, backend=plan.backend, seed=spec.seed if fresh else None)
+    model = build_model(
+        inputs.shape,
+        dropout=spec.dropout,
+        backend=plan.backend,
+        grad_checkpoint=spec.train.grad_checkpoint,
+        seed=spec.seed if fresh else None,
+    )
     if plan.precision == "fp64":
         model = model.double()
     optimizer = build_optimizer(

@@ -85,7 +85,13 @@ def _measure(workload: Workload, engine: Engine, folder: Path, *, num_steps: int
 def _prepared(
     workload: Workload, engine: Engine
 ) -> tuple[LanguageModel, torch.optim.Optimizer, torch.nn.Module, torch.optim.Optimizer]:
-    model = build_model(workload.shape, dropout=workload.dropout, backend=workload.backend, seed=workload.seed)
+    model = build_model(
+        workload.shape,
+        dropout=workload.dropout,
+        backend=workload.backend,
+        grad_checkpoint=workload.grad_checkpoint,
+        seed=workload.seed,
+    )
     if workload.precision == "fp64":
         model = model.double()
     optimizer = build_optimizer(

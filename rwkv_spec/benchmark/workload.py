@@ -30,6 +30,7 @@ class Workload:
     accumulate: int
     micro_batch_size: int
     dropout: float
+    grad_checkpoint: bool
     l2wrap: float
     grad_clip: float
     beta1: float
@@ -76,6 +77,7 @@ def workload_of(spec: Spec, plan: Plan, shape: ModelShape, *, num_parameters: in
         accumulate=plan.accumulate,
         micro_batch_size=plan.micro_batch_size,
         dropout=spec.dropout,
+        grad_checkpoint=spec.train.grad_checkpoint,
         l2wrap=spec.train.l2wrap,
         grad_clip=spec.train.grad_clip,
         beta1=spec.optimizer.betas[0],

@@ -267,4 +267,6 @@ def _activations(spec: Spec, micro_batch_size: int, sizes: ModelSizes, world: Wo
         vocab_size=sizes.vocab_size,
         precision=world.precision,
         dropout=spec.dropout > 0,
+        compiled=world.device == "cpu" and world.backend == "cpu",
+        grad_checkpoint=spec.train.grad_checkpoint,
     )

@@ -190,6 +190,8 @@ def test_auto_halves_until_the_activations_fit() -> None:
             vocab_size=361,
             precision="fp32",
             dropout=False,
+            compiled=WORLD.backend == "cpu",
+            grad_checkpoint=False,
         )
 
     spec = spec_of(train={"steps": 1, "ctx_len": 8, "batch_size": 21})
