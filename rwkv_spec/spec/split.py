@@ -44,7 +44,9 @@ def sizes_to_compare(share: int, largest: int) -> tuple[int, ...]:
     while sizes[-1] > 1:
         half = -(-sizes[-1] // 2)
         near = range(half, max(half // 2, half - _MOST_NEAR), -1)
-        sizes.append(min(near, key=lambda size: num_rows(share, size)))
+        size = min(near, key=lambda size: num_rows(share, size))
+        # As large as its micro-batches are when all are of one size.
+        sizes.append(-(-share // num_micro_batches(share, size)))
     return tuple(reversed(sizes))
 
 
@@ -66,5 +68,5 @@ def measured_choice(seconds: Mapping[int, float], *, share: int, sizes: tuple[in
     # What is left out was slower already in a first pass, or too long to be tried.
     rest = "" if largest == sizes[-1] else f", and sizes beyond {largest} were left out as slower or too long to time"
     if size == largest:
-        return MicroBatch(size, f"{start}none below it measured {MARGIN} times as fast{rest}")
+        return MicroBatch(size, f"{start}no smaller one measured {MARGIN} times as fast{rest}")
     return MicroBatch(size, f"{start}measured {seconds[largest] / seconds[size]:.2f} times as fast as {largest}{rest}")
