@@ -28,7 +28,7 @@ from rwkv_spec.model.shapes import ModelShape
 from rwkv_spec.objective.cross_entropy import cross_entropy
 from rwkv_spec.ops.build import cache_folder, machine_text, source_folder
 from rwkv_spec.planning import Planned
-from rwkv_spec.spec.split import PASSES, MicroBatch, measured_choice, num_micro_batches
+from rwkv_spec.spec.split import PASSES, MicroBatch, measured_choice, num_micro_batches, rows_each
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.loop import accumulate_gradients
 
@@ -126,7 +126,7 @@ def compared(
         return None
     promising = [size for size, seconds in tried.items() if seconds <= _HOPELESS * min(tried.values())]
     timed: dict[int, list[float]] = {size: [] for size in promising}
-    a_round = sum(tried[size] * share / num_micro_batches(share, size) for size in promising)
+    a_round = sum(tried[size] * rows_each(share, size) for size in promising)
     for _ in range(PASSES - 1):
         if spent + a_round > most_seconds:
             break
@@ -146,19 +146,22 @@ def compared(
 def _tried(
     sizes: Sequence[int], seconds_of: Callable[[int], float], share: int, most_seconds: float
 ) -> tuple[dict[int, float], float]:
-    """Seconds a sequence of the first pass of each size, up to a hopeless one; and the seconds that were spent."""
+    """Seconds a row of the first pass of each size, up to a hopeless one; and the seconds that were spent.
+
+    Rows of filler count as rows here: that one size needs much of it says nothing of the next.
+    """
     tried: dict[int, float] = {}
     # Threads start and memory is cleared in the very first pass: it only says how long a pass may be.
     expected = spent = seconds_of(sizes[0])
     for size in sizes:
         if tried:
-            expected = tried[max(tried)] * share / num_micro_batches(share, size)
+            expected = tried[max(tried)] * rows_each(share, size)
         # A size that cannot be timed afterwards need not be tried.
         if spent + 2 * expected > most_seconds:
             break
         seconds = seconds_of(size)
         spent += seconds
-        tried[size] = seconds * num_micro_batches(share, size) / share
+        tried[size] = seconds / rows_each(share, size)
         if tried[size] > _HOPELESS * min(tried.values()):
             break
     return tried, spent
@@ -170,8 +173,7 @@ def pass_timer(work: Work, engine: Engine) -> Callable[[int], float]:
     objective = partial(cross_entropy, l2wrap=work.l2wrap)
 
     def seconds_of(size: int) -> float:
-        num_rows = -(-work.share // num_micro_batches(work.share, size))
-        batch = random_batch(num_rows, ctx_len=work.ctx_len, vocab_size=work.shape.vocab_size)
+        batch = random_batch(rows_each(work.share, size), ctx_len=work.ctx_len, vocab_size=work.shape.vocab_size)
         started = time.perf_counter()
         # Gradients stay, as they do between the micro-batches of a step.
         accumulate_gradients(model, [batch], objective, engine, total_weight=float(batch.weights_BT.size), seed=0)

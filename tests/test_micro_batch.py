@@ -85,6 +85,9 @@ def test_one_disturbed_pass_decides_nothing() -> None:
 def test_filler_is_work() -> None:
     found = compared((1, 2, 3), Passes(lambda size, _: 1.0), share=3, most_seconds=1e6)
     assert found == {1: 1.0, 2: pytest.approx(4 / 3), 3: 1.0}
+    # The filler of size 2 makes it hopeless for the run, but not the sizes beyond it.
+    found = compared((1, 2, 3), Passes(lambda size, _: {1: 1.0, 2: 1.2, 3: 0.7}[size]), share=3, most_seconds=1e6)
+    assert found is not None and found[3] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("most_seconds", [0.5, 3.0, 10.0, 50.0, 100.0])

@@ -32,10 +32,14 @@ def num_micro_batches(share: int, size: int) -> int:
     return -(-share // size)
 
 
+def rows_each(share: int, size: int) -> int:
+    """Rows of each of these micro-batches, which are all of one size: `size`, or fewer where fewer are enough."""
+    return -(-share // num_micro_batches(share, size))
+
+
 def num_rows(share: int, size: int) -> int:
-    """Rows that a process computes a step, the filler of weight 0 included: its micro-batches are all of one size."""
-    count = num_micro_batches(share, size)
-    return count * -(-share // count)
+    """Rows that a process computes a step, the filler of weight 0 included."""
+    return num_micro_batches(share, size) * rows_each(share, size)
 
 
 def sizes_to_compare(share: int, largest: int) -> tuple[int, ...]:
@@ -46,7 +50,7 @@ def sizes_to_compare(share: int, largest: int) -> tuple[int, ...]:
         near = range(half, max(half // 2, half - _MOST_NEAR), -1)
         size = min(near, key=lambda size: num_rows(share, size))
         # As large as its micro-batches are when all are of one size.
-        sizes.append(-(-share // num_micro_batches(share, size)))
+        sizes.append(rows_each(share, size))
     return tuple(reversed(sizes))
 
 
