@@ -51,6 +51,7 @@ class Work:
     backend: str
     num_threads: int
     dropout: float
+    grad_checkpoint: bool
     l2wrap: float
 
 
@@ -107,6 +108,7 @@ def _work(planned: Planned, shape: ModelShape) -> Work:
         backend=plan.backend,
         num_threads=planned.world.num_threads,
         dropout=spec.dropout,
+        grad_checkpoint=spec.train.grad_checkpoint,
         l2wrap=spec.train.l2wrap,
     )
 
@@ -170,7 +172,7 @@ def _tried(
 def pass_timer(work: Work, engine: Engine) -> Callable[[int], float]:
     """Seconds of forward, loss and backward of one micro-batch of a size, in the loop of the run, on random tokens."""
     model = _any_model(work).to(engine.device).train()
-    objective = partial(cross_entropy, l2wrap=work.l2wrap)
+    objective = partial(cross_entropy, l2wrap=work.l2wrap, backend=work.backend)
 
     def seconds_of(size: int) -> float:
         batch = random_batch(rows_each(work.share, size), ctx_len=work.ctx_len, vocab_size=work.shape.vocab_size)
@@ -184,7 +186,13 @@ def pass_timer(work: Work, engine: Engine) -> Callable[[int], float]:
 
 def _any_model(work: Work) -> LanguageModel:
     """The model of the run, with small random weights: its true start takes long to draw, and no value is looked at."""
-    model = build_model(work.shape, dropout=work.dropout, backend=work.backend, seed=None)
+    model = build_model(
+        work.shape,
+        dropout=work.dropout,
+        backend=work.backend,
+        grad_checkpoint=work.grad_checkpoint,
+        seed=None,
+    )
     generator, bound = torch.Generator().manual_seed(0), work.shape.n_embd**-0.5
     with torch.no_grad():
         for parameter in model.parameters():

@@ -42,6 +42,7 @@ WORK = Work(
     backend="torch",
     num_threads=1,
     dropout=0.1,
+    grad_checkpoint=False,
     l2wrap=0.0,
 )
 

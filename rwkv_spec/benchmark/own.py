@@ -48,6 +48,7 @@ def find_split(workload: Workload, sizes: tuple[int, ...]) -> MicroBatch:
         backend=workload.backend,
         num_threads=workload.num_threads,
         dropout=workload.dropout,
+        grad_checkpoint=workload.grad_checkpoint,
         l2wrap=workload.l2wrap,
     )
     with tempfile.TemporaryDirectory(prefix="rwkv_spec-bench-") as folder:

@@ -230,7 +230,7 @@ def test_a_settled_micro_batch_is_what_is_planned_with() -> None:
     assert (plan.micro_batch_size, plan.accumulate, plan.notes) == (3, 2, ("for a reason",))
     assert plan.sizes_to_compare == () and not plan.compares_sizes
     larger = make_plan(train(steps=700), sizes=SIZES, data=stats, world=WORLD)
-    assert plan.bytes.activations == 3 * larger.bytes.activations // 4
+    assert 0.7 * larger.bytes.activations < plan.bytes.activations < larger.bytes.activations
     given = train(steps=700, micro_batch_size=2)
     assert make_plan(given, sizes=SIZES, data=stats, world=WORLD, micro_batch=choice).micro_batch_size == 2
 
