@@ -10,15 +10,6 @@
 
 namespace {
 
-struct Sizes {
-    int64_t T, C, run, of_a_sequence;
-
-    explicit Sizes(const Call& call)
-        : T(call.sizes[1]), C(call.sizes[2]), run(call.sizes[4]), of_a_sequence((T + run - 1) / run) {}
-};
-
-bool marked(const uint8_t* starts, int64_t t) { return starts != nullptr && starts[t] != 0; }
-
 // The sum of one row into `row` and, if there is room, into `kept`; its mean and 1/deviation.
 template <class T>
 INLINE Stats add_row(const float* x, const T* added, float* row, float* kept, int64_t C, float eps) {
@@ -43,7 +34,7 @@ INLINE V normed(V value, Stats s, const float* weight, const float* bias) {
 
 template <int M, class T>
 APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
-    const Sizes z(call);
+    const Sequences z(call);
     const int64_t C = z.C, b = piece / z.of_a_sequence, begin = piece % z.of_a_sequence * z.run;
     const int64_t end = smaller(begin + z.run, z.T), row0 = b * z.T;
     const float *weight = call.tensor<float>(2), *bias = call.tensor<float>(3), *shares = call.tensor<float>(4);
@@ -84,7 +75,7 @@ APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
 // What the tokens of a piece get, from its last one to its first: a token's part for the one before it is carried.
 template <int M, class T>
 APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
-    const Sizes z(call);
+    const Sequences z(call);
     const int64_t C = z.C, b = piece / z.of_a_sequence, begin = piece % z.of_a_sequence * z.run;
     const int64_t end = smaller(begin + z.run, z.T), row0 = b * z.T;
     const float *weight = call.tensor<float>(2), *bias = call.tensor<float>(3), *shares = call.tensor<float>(4);
@@ -165,13 +156,13 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
 
 template <int M>
 int forward(const Call& call, bool bf16, int64_t num_threads, Parallel parallel) {
-    const int64_t pieces = call.sizes[0] * Sizes(call).of_a_sequence;
+    const int64_t pieces = call.sizes[0] * Sequences(call).of_a_sequence;
     return start<forward_piece<M, float>, forward_piece<M, uint16_t>>(call, bf16, pieces, num_threads, parallel);
 }
 
 template <int M>
 int backward(const Call& call, bool bf16, int64_t num_threads, Parallel parallel) {
-    const int64_t pieces = call.sizes[0] * Sizes(call).of_a_sequence;
+    const int64_t pieces = call.sizes[0] * Sequences(call).of_a_sequence;
     return start<backward_piece<M, float>, backward_piece<M, uint16_t>>(call, bf16, pieces, num_threads, parallel);
 }
 
