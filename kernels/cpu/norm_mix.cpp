@@ -72,7 +72,8 @@ APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
     if (end == z.T) std::memcpy(call.row<float>(9, b, C), before, C * sizeof(float));
 }
 
-// What the tokens of a piece get, from its last one to its first: a token's part for the one before it is carried.
+// What the tokens of a piece get, from its last one to its first: a token's part for the one before it is carried. Rows
+// are walked through downwards, too: processors fetch ahead badly where rows go one way and channels the other.
 template <int M, class T>
 APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
     const Sequences z(call);
@@ -100,7 +101,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         const float* sum = call.row<float>(0, row0 + t, C);
         Stats s;
         std::memcpy(&s, call.row<float>(1, row0 + t, 2), sizeof s);
-        for (int64_t c = 0; c < C; c += W) put(to + c, normed(get(sum + c), s, weight + c, bias + c));
+        for (int64_t c = C - W; c >= 0; c -= W) put(to + c, normed(get(sum + c), s, weight + c, bias + c));
     };
     norm_again(end - 1, now);
     for (int64_t t = end - 1; t >= begin; t--) {
@@ -114,7 +115,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         Stats s;
         std::memcpy(&s, call.row<float>(1, row, 2), sizeof s);
         V along_one = V{}, along_x = V{};
-        for (int64_t c = 0; c < C; c += W) {
+        for (int64_t c = C - W; c >= 0; c -= W) {
             const V off = get(before + c) - get(now + c);
             V total = V{}, part = V{};
             UNROLL
@@ -138,7 +139,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         const float one = sum_of(along_one) / C, slope = sum_of(along_x) / C;
         float* const dx = call.row<float>(9, row, C);
         T* const dadded = call.row<T>(10, row, C);
-        for (int64_t c = 0; c < C; c += W) {
+        for (int64_t c = C - W; c >= 0; c -= W) {
             const V x = (get(sum + c) - s.mean) * s.scale;
             V grad = (get(dnormed + c) - one - x * slope) * s.scale;
             if (dsum != nullptr) grad += get(dsum + c);

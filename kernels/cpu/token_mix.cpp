@@ -50,7 +50,8 @@ APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
     }
 }
 
-// From the last token of a piece to its first: a token's part for the one before it is carried.
+// What a token gets itself waits until the next one has said what it hands on to the token before it. Memory is walked
+// through upwards, as in the forward: in the other direction processors fetch ahead badly.
 template <class T>
 APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
     const Sequences z(call);
@@ -58,48 +59,47 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
     const int64_t end = smaller(begin + z.run, z.T), rows = call.sizes[0] * z.T;
     const float* shares = call.tensor<float>(2);
     const uint8_t* starts = call.row<uint8_t>(4, b, z.T);
-    // The sums of this piece; then what is carried.
+    // The sums of this piece; then what waits.
     float* const sums = call.row<float>(8, piece, (M + 1) * C);
-    float* const moved = sums + M * C;
+    float *const own = sums + M * C, *const dfirst = call.row<float>(7, b, C);
     std::memset(sums, 0, (M + 1) * C * sizeof(float));
-    const T *grads[M], *added[M];
-    const auto look_at = [&](int64_t row) {
-        for (int m = 0; m < M; m++) grads[m] = call.row<T>(9 + m, row, C);
-        for (int m = 0; m < M; m++) added[m] = call.row<T>(1, m * rows + row, C);
-    };
-    if (end < z.T && !marked(starts, end)) {
-        look_at(b * z.T + end);
-        for (int64_t c = 0; c < C; c += W) {
-            V part = V{};
-            UNROLL
-            for (int m = 0; m < M; m++) part += get(grads[m] + c) * (get(shares + m * C + c) + get(added[m] + c));
-            put(moved + c, part);
-        }
-    }
-    for (int64_t t = end - 1; t >= begin; t--) {
+    for (int64_t t = begin; t < end; t++) {
         const int64_t row = b * z.T + t;
         const bool clear = marked(starts, t);
         const Token<T> token(call, row, b, t, C, 3, clear);
-        T* const dx = call.row<T>(5, row, C);
-        T* dadded[M];
-        look_at(row);
+        T *const before = t > begin ? call.row<T>(5, row - 1, C) : nullptr, *dadded[M];
+        const T *grads[M], *added[M];
+        for (int m = 0; m < M; m++) grads[m] = call.row<T>(9 + m, row, C);
+        for (int m = 0; m < M; m++) added[m] = call.row<T>(1, m * rows + row, C);
         for (int m = 0; m < M; m++) dadded[m] = call.row<T>(6, m * rows + row, C);
         for (int64_t c = 0; c < C; c += W) {
             const V delta = token.delta(c);
-            V total = V{}, part = V{};
+            V total = V{}, moved = V{};
             UNROLL
             for (int m = 0; m < M; m++) {
-                const V grad = get(grads[m] + c), own = grad * delta;
+                const V grad = get(grads[m] + c), product = grad * delta;
                 total += grad;
-                part += grad * (get(shares + m * C + c) + get(added[m] + c));
-                put(dadded[m] + c, own);
-                add_to(sums + m * C + c, own);
+                moved += grad * (get(shares + m * C + c) + get(added[m] + c));
+                put(dadded[m] + c, product);
+                add_to(sums + m * C + c, product);
             }
-            put(dx + c, total - part + get(moved + c));
-            put(moved + c, clear ? V{} : part);
+            const V handed_on = clear ? V{} : moved;
+            if (before != nullptr) put(before + c, get(own + c) + handed_on);
+            if (t == 0 && dfirst != nullptr) put(dfirst + c, handed_on);
+            put(own + c, total - moved);
         }
     }
-    if (begin == 0 && call.tensors[7] != nullptr) std::memcpy(call.row<float>(7, b, C), moved, C * sizeof(float));
+    T* const last = call.row<T>(5, b * z.T + end - 1, C);
+    const bool is_followed = end < z.T && !marked(starts, end);
+    for (int64_t c = 0; c < C; c += W) {
+        V moved = V{};
+        for (int m = 0; is_followed && m < M; m++) {
+            const int64_t row = b * z.T + end;
+            const V share = get(shares + m * C + c) + get(call.row<T>(1, m * rows + row, C) + c);
+            moved += get(call.row<T>(9 + m, row, C) + c) * share;
+        }
+        put(last + c, get(own + c) + moved);
+    }
 }
 
 }  // namespace
