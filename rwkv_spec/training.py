@@ -199,7 +199,7 @@ def _results(session: Session, progress: Progress, stop: StopRequest) -> Iterato
         yield from steps(
             session.wrapped_model,
             data,
-            partial(OBJECTIVES[spec.train.objective], l2wrap=spec.train.l2wrap),
+            partial(OBJECTIVES[spec.train.objective], l2wrap=spec.train.l2wrap, backend=plan.backend),
             engine=engine,
             optimizer=session.optimizer,
             lr_at=session.lr_at,

@@ -79,8 +79,13 @@ def _results(model: LanguageModel, small: Workload, device: torch.device, precis
         for array in (batch.ids_BT, batch.targets_BT, batch.weights_BT, batch.sequence_B)
     )
     with _autocast(device, precision):
-        logits_BTV = model(ids, dropout_seed_B=seeds)
-    loss, weight = cross_entropy(logits_BTV, targets, weights_BT, l2wrap=small.l2wrap)
+        loss, weight = model(
+            ids,
+            dropout_seed_B=seeds,
+            loss=lambda hidden, head: cross_entropy(
+                hidden, head, targets, weights_BT, l2wrap=small.l2wrap, backend=model.backend
+            ),
+        )
     (loss / weight).backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
     return {_LOSS: loss.detach(), **{f"the gradient of {name}": grad for name, grad in gradients.items()}}

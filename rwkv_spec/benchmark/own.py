@@ -49,7 +49,7 @@ def measure_own(workload: Workload, *, num_steps: int, detailed: bool) -> OwnTim
 
 def _measure(workload: Workload, engine: Engine, folder: Path, *, num_steps: int, detailed: bool) -> OwnTimes:
     model, optimizer, wrapped, prepared = _prepared(workload, engine)
-    objective = partial(cross_entropy, l2wrap=workload.l2wrap)
+    objective = partial(cross_entropy, l2wrap=workload.l2wrap, backend=workload.backend)
     num_profiled = _PROFILED_STEPS if detailed and engine.device.type == "cpu" else 0
     waits: list[float] = []
     results = _steps(
@@ -173,8 +173,9 @@ def _split(
     for _ in range(5):
         marks = [now(device)]
         with engine.autocast():
-            logits_BTV = model(ids, dropout_seed_B=seeds)
-        loss, _ = objective(logits_BTV, targets, weights)
+            loss, _ = model(
+                ids, dropout_seed_B=seeds, loss=lambda hidden, head: objective(hidden, head, targets, weights)
+            )
         marks.append(now(device))
         engine.backward(loss)
         marks.append(now(device))

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import norm_heads
-from rwkv_spec.model.elementwise import squared_relu
 from rwkv_spec.model.initial import Ramps
+from rwkv_spec.ops.gated_norm import gated_norm
 from rwkv_spec.ops.reference import wkv6_reference
+from rwkv_spec.ops.relu2 import relu2
 
 
-def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear) -> Tensor:
+def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear, backend: str) -> Tensor:
     """The end of the time-mix: group norm, SiLU gate, output matrix."""
-    out_RC: Tensor = output(norm_heads(y_RC, ln_x) * F.silu(gate_RC))
+    gated_RC = gated_norm(
+        y_RC, gate_RC, ln_x.weight, ln_x.bias, bonus=None, num_heads=ln_x.num_groups, eps=ln_x.eps, backend=backend
+    )
+    out_RC: Tensor = output(gated_RC)
     return out_RC
 
 
@@ -31,6 +33,7 @@ def step_gated(
     output: nn.Linear,
     state_BHNN: Tensor,
     new_state_BHNN: Tensor,
+    backend: str,
 ) -> Tensor:
     """The end of one token's time-mix from r, w_raw, k, v and the gate before its SiLU; fills new_state."""
     *vectors_BC, gate_BC = products_BC
@@ -40,14 +43,14 @@ def step_gated(
     with torch.autocast(gate_BC.device.type, enabled=False):
         y, after_BHNN = wkv6_reference(r, w_raw, k, v, u_HN, state_BHNN)
     new_state_BHNN.copy_(after_BHNN)
-    return gated_output(y.reshape(gate_BC.shape), gate_BC, ln_x=ln_x, output=output)
+    return gated_output(y.reshape(gate_BC.shape), gate_BC, ln_x=ln_x, output=output, backend=backend)
 
 
 def gated_channels(
-    mixed_k: Tensor, mixed_r: Tensor, *, key: nn.Linear, receptance: nn.Linear, value: nn.Linear
+    mixed_k: Tensor, mixed_r: Tensor, *, key: nn.Linear, receptance: nn.Linear, value: nn.Linear, backend: str
 ) -> Tensor:
     """The channel-mix of mixed inputs [..., C]: squared ReLU, and a sigmoid gate on what comes out."""
-    out: Tensor = torch.sigmoid(receptance(mixed_r)) * value(squared_relu(key(mixed_k)))
+    out: Tensor = torch.sigmoid(receptance(mixed_r)) * value(relu2(key(mixed_k), backend=backend))
     return out
 
 

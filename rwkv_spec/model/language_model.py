@@ -6,6 +6,7 @@ dropout is a function of the seeds that the caller gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.model.block import Block, ChannelMix, LayerState, TimeMix
+from rwkv_spec.model.block import Block, ChannelMix, LayerState, TimeMix, final_norm
 from rwkv_spec.model.compiled_step import CompiledStep, takes_step
 from rwkv_spec.model.rwkv5 import ChannelMix5, TimeMix5
 from rwkv_spec.model.rwkv6 import ChannelMix6, TimeMix6
 from rwkv_spec.model.rwkv7 import ChannelMix7, TimeMix7
 from rwkv_spec.model.shapes import ModelShape
+
+# Of the normed hidden vectors [B, T, C] and the head's matrix [V, C]: a weighted sum, and its weight.
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # Far above what another order of sums makes in float32.
 _MOST_STEP_ERROR = 1e-3
@@ -114,20 +118,27 @@ class LanguageModel(nn.Module):
         starts_BT: Tensor | None = None,
         dropout_seed_B: Tensor | None = None,
         return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, State]:
+        loss: Loss | None = None,
+    ) -> Tensor | tuple[Tensor, State] | tuple[Tensor, Tensor]:
         """Logits [B, T, V] of every position, and the State after the last one if asked for.
+
+        With a `loss` no logits are made: its result, for the last hidden vectors, is returned alone in their place.
 
         `starts_BT` (bool) marks tokens before which state and token shift are forgotten. Dropout is applied if
         `dropout_seed_B` (int64) is given, in training and evaluation mode alike; without it there is none.
         """
-        x_BTC, layers = self._run(ids_BT, state, starts_BT=starts_BT, dropout_seed_B=dropout_seed_B)
-        logits_BTV: Tensor = self.head(self.ln_out(x_BTC))
+        x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=starts_BT, dropout_seed_B=dropout_seed_B)
+        hidden_BTC = final_norm(x_BTC, added_BTC, self.ln_out, backend=self.backend)
+        if loss is not None:
+            return loss(hidden_BTC, self.head.weight)
+        logits_BTV: Tensor = self.head(hidden_BTC)
         return (logits_BTV, State.stacked(layers)) if return_state else logits_BTV
 
     def prefill(self, ids_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The parallel form for prompts: logits [B, V] of the last position alone, and the State after it."""
-        x_BTC, layers = self._run(ids_BT, state, starts_BT=None, dropout_seed_B=None)
-        return self.head(self.ln_out(x_BTC[:, -1])), State.stacked(layers)
+        x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=None, dropout_seed_B=None)
+        last_BC = final_norm(x_BTC[:, -1:], added_BTC[:, -1:], self.ln_out, backend=self.backend)[:, 0]
+        return self.head(last_BC), State.stacked(layers)
 
     def step(self, ids_B: Tensor, state: State, *, out: State | None = None) -> tuple[Tensor, State]:
         """One token for each sequence: logits [B, V] and the new State.
@@ -193,22 +204,26 @@ class LanguageModel(nn.Module):
 
     def _run(
         self, ids_BT: Tensor, state: State | None, *, starts_BT: Tensor | None, dropout_seed_B: Tensor | None
-    ) -> tuple[Tensor, list[LayerState]]:
+    ) -> tuple[Tensor, Tensor, list[LayerState]]:
+        """x, what is still to be added to it, and what each layer carries on."""
         if ids_BT.dim() != 2 or ids_BT.shape[1] == 0:
             raise ValueError(f"ids must be [batch, time] with at least one token, got {list(ids_BT.shape)}")
         x_BTC = self.emb(ids_BT)
+        added_BTC: Tensor | None = None
         v_first_BTC: Tensor | None = None
         layers = []
         for index, block in enumerate(self.blocks):
-            x_BTC, v_first_BTC, layer_state = block(
+            x_BTC, added_BTC, v_first_BTC, layer_state = block(
                 x_BTC,
+                added_BTC,
                 v_first_BTC,
                 state=None if state is None else state.layer(index),
                 starts_BT=starts_BT,
                 dropout_seed_B=dropout_seed_B,
             )
             layers.append(layer_state)
-        return x_BTC, layers
+        assert added_BTC is not None
+        return x_BTC, added_BTC, layers
 
 
 def _error(got: Tensor, want: Tensor) -> float:
@@ -221,11 +236,11 @@ def _block(shape: ModelShape, *, layer: int, dropout: float, backend: str) -> Bl
     ffn: ChannelMix
     match shape.type:
         case "x052":
-            att, ffn = TimeMix5(shape, backend=backend), ChannelMix5(shape)
+            att, ffn = TimeMix5(shape, backend=backend), ChannelMix5(shape, backend=backend)
         case "x060":
-            att, ffn = TimeMix6(shape, backend=backend), ChannelMix6(shape)
+            att, ffn = TimeMix6(shape, backend=backend), ChannelMix6(shape, backend=backend)
         case "x070":
-            att, ffn = TimeMix7(shape, layer=layer, backend=backend), ChannelMix7(shape)
+            att, ffn = TimeMix7(shape, layer=layer, backend=backend), ChannelMix7(shape, backend=backend)
         case _:
             raise AssertionError(f"no modules are known for {shape.type}")
     return Block(shape.n_embd, att=att, ffn=ffn, layer=layer, dropout=dropout, backend=backend)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, product_dtype
-from rwkv_spec.model.elementwise import mix_with_previous
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, stacked
 from rwkv_spec.model.gated import (
     gated_channels,
     gated_output,
@@ -47,7 +46,7 @@ class TimeMix5(nn.Module):
 
     def forward(
         self,
-        x_BTC: Tensor,
+        mixed_BTC: tuple[Tensor, ...],
         v_first_BTC: Tensor | None,
         *,
         shift_BC: Tensor | None,
@@ -55,15 +54,12 @@ class TimeMix5(nn.Module):
         starts_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns (output, v_first as it was given, state after the last token)."""
-        B, T, C = x_BTC.shape
-        mixed_BTC = mix_with_previous(
-            x_BTC, self._mix_weights(), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
-        )
+        B, T, C = mixed_BTC[0].shape
         r_BTC, k_BTC, v_BTC, gate_BTC = self._project(mixed_BTC)
         heads = (B, T, *self.time_decay.shape)
         dtype = head_vectors_dtype(r_BTC)
         # The recurrence keeps float32 states whatever the matrix products around it compute in.
-        with torch.autocast(x_BTC.device.type, enabled=False):
+        with torch.autocast(r_BTC.device.type, enabled=False):
             y_BTHN, state_BHNN = wkv5(
                 r_BTC.view(heads),
                 k_BTC.view(heads),
@@ -87,8 +83,7 @@ class TimeMix5(nn.Module):
         new_state_BHNN: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """One token, with a recurrence of its own."""
-        # Here the two change places, since these weights are shares of the present token.
-        mixed_BC = mix_once(shift_BC, x_BC, self._shares())
+        mixed_BC = mix_once(x_BC, shift_BC, self.shares())
         r_BC, k_BC, v_BC, gate_BC = self._project(mixed_BC)
         products_BC = (r_BC, self.time_decay, k_BC, v_BC, gate_BC)
         out_BC = step_gated(
@@ -98,16 +93,12 @@ class TimeMix5(nn.Module):
             output=self.output,
             state_BHNN=state_BHNN,
             new_state_BHNN=new_state_BHNN,
+            backend=self.backend,
         )
         return out_BC, v_first_BC
 
-    def _shares(self) -> tuple[Tensor, ...]:
-        """Of the present token, in the order of _project."""
-        return self.time_mix_r, self.time_mix_k, self.time_mix_v, self.time_mix_g
-
-    def _mix_weights(self) -> tuple[Tensor, ...]:
-        """Of the previous token."""
-        return tuple(1 - share for share in self._shares())
+    def shares(self) -> Tensor:
+        return 1 - stacked(self.time_mix_r, self.time_mix_k, self.time_mix_v, self.time_mix_g)
 
     def _project(self, mixed: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """From the four mixed inputs to r, k, v and the gate before its SiLU; both forms share it."""
@@ -115,36 +106,29 @@ class TimeMix5(nn.Module):
         return self.receptance(mixed_r), self.key(mixed_k), self.value(mixed_v), self.gate(mixed_g)
 
     def _finish(self, y_RC: Tensor, gate_RC: Tensor) -> Tensor:
-        return gated_output(y_RC, gate_RC, ln_x=self.ln_x, output=self.output)
+        return gated_output(y_RC, gate_RC, ln_x=self.ln_x, output=self.output, backend=self.backend)
 
 
 class ChannelMix5(nn.Module):
     """The feed-forward half of a block: squared ReLU, gated by the receptance."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.time_mix_k = nn.Parameter(torch.empty(1, 1, shape.n_embd))
         self.time_mix_r = nn.Parameter(torch.empty(1, 1, shape.n_embd))
         self.key = nn.Linear(shape.n_embd, shape.dim_ffn, bias=False)
         self.receptance = nn.Linear(shape.n_embd, shape.n_embd, bias=False)
         self.value = nn.Linear(shape.dim_ffn, shape.n_embd, bias=False)
 
-    def forward(self, x_BTC: Tensor, *, shift_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
-        mixed_BTC = mix_with_previous(
-            x_BTC, self._mix_weights(), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
-        )
-        return self._channels(mixed_BTC)
-
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
-        shares = (self.time_mix_k, self.time_mix_r)
-        return self._channels(mix_once(shift_BC, x_BC, shares))
-
-    def _mix_weights(self) -> tuple[Tensor, Tensor]:
-        return 1 - self.time_mix_k, 1 - self.time_mix_r
-
-    def _channels(self, mixed: Sequence[Tensor]) -> Tensor:
+    def forward(self, mixed: tuple[Tensor, ...]) -> Tensor:
         mixed_k, mixed_r = mixed
-        return gated_channels(mixed_k, mixed_r, key=self.key, receptance=self.receptance, value=self.value)
+        return gated_channels(
+            mixed_k, mixed_r, key=self.key, receptance=self.receptance, value=self.value, backend=self.backend
+        )
+
+    def shares(self) -> Tensor:
+        return 1 - stacked(self.time_mix_k, self.time_mix_r)
 
 
 def initial_start(

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, product_dtype
-from rwkv_spec.model.elementwise import difference_to_previous, mix_with_previous
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, stacked
 from rwkv_spec.model.gated import (
     gated_channels,
     gated_output,
@@ -23,6 +22,7 @@ from rwkv_spec.model.gated import (
 )
 from rwkv_spec.model.initial import ramps
 from rwkv_spec.model.shapes import NUM_MIXED, ModelShape
+from rwkv_spec.ops.token_mix import token_mix
 from rwkv_spec.ops.wkv import wkv6
 
 # The published start of the second matrix of each low-rank pair; the first one starts as zeros.
@@ -57,7 +57,7 @@ class TimeMix6(nn.Module):
 
     def forward(
         self,
-        x_BTC: Tensor,
+        mixed_BTC: tuple[Tensor, ...],
         v_first_BTC: Tensor | None,
         *,
         shift_BC: Tensor | None,
@@ -65,9 +65,17 @@ class TimeMix6(nn.Module):
         starts_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns (output, v_first as it was given, state after the last token)."""
+        x_BTC, mixed_x_BTC = mixed_BTC
         B, T, C = x_BTC.shape
-        delta_BTC = difference_to_previous(x_BTC, first_BC=shift_BC, starts_BT=starts_BT)
-        r_RC, w_raw_RC, k_RC, v_RC, gate_RC = self._project(x_BTC.reshape(-1, C), delta_BTC.view(-1, C))
+        mixed_BTC = token_mix(
+            x_BTC,
+            self._added_shares(mixed_x_BTC.view(-1, C)),
+            self._fixed_shares(),
+            first_BC=shift_BC,
+            starts_BT=starts_BT,
+            backend=self.backend,
+        )
+        r_RC, w_raw_RC, k_RC, v_RC, gate_RC = self._project([mixed.view(-1, C) for mixed in mixed_BTC])
         heads = (B, T, *self.time_faaaa.shape)
         # The recurrence keeps float32 states whatever the matrix products around it compute in.
         with torch.autocast(x_BTC.device.type, enabled=False):
@@ -95,65 +103,69 @@ class TimeMix6(nn.Module):
         new_state_BHNN: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """One token, with a recurrence of its own."""
-        products_BC = self._project(x_BC, shift_BC - x_BC)
         out_BC = step_gated(
-            products_BC,
+            self._project(self._mixed_once(x_BC, shift_BC)),
             u_HN=self.time_faaaa,
             ln_x=self.ln_x,
             output=self.output,
             state_BHNN=state_BHNN,
             new_state_BHNN=new_state_BHNN,
+            backend=self.backend,
         )
         return out_BC, v_first_BC
 
-    def _project(self, x_RC: Tensor, delta_RC: Tensor) -> tuple[Tensor, ...]:
-        """From rows and their differences to the previous ones to r, w_raw, k, v and the gate before its SiLU."""
-        dtype, width = product_dtype(x_RC), x_RC.shape[-1]
-        mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_r_RC, mixed_g_RC = (
-            torch.addcmul(x_RC, delta_RC, weight_RC).to(dtype) for weight_RC in self._mix_weights(x_RC, delta_RC)
-        )
-        low_RD = torch.tanh(mixed_w_RC @ self.time_decay_w1)
-        w_raw_RC = self.time_decay.view(width) + low_RD @ self.time_decay_w2
+    def shares(self) -> Tensor:
+        """Zeros, which leave the token as it is, and those of the input that the five others follow from."""
+        return stacked(torch.zeros_like(self.time_maa_x), self.time_maa_x)
+
+    def _fixed_shares(self) -> Tensor:
+        """Of the previous token in the inputs for w, k, v, r and g, for all tokens alike: [5, C]."""
+        return stacked(self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
+
+    def _added_shares(self, mixed_x_RC: Tensor) -> Tensor:
+        """What the token adds to these: [5, R, C]."""
+        low_R5D = (mixed_x_RC @ self.time_maa_w1).tanh_().view(len(mixed_x_RC), NUM_MIXED, -1)
+        added_5RC: Tensor = low_R5D.transpose(0, 1) @ self.time_maa_w2
+        return added_5RC
+
+    def _mixed_once(self, x_BC: Tensor, shift_BC: Tensor) -> tuple[Tensor, ...]:
+        """The five mixed inputs of one token."""
+        _, mixed_x_BC = mix_once(x_BC, shift_BC, self.shares())
+        shares_5BC = self._fixed_shares().unsqueeze(1) + self._added_shares(mixed_x_BC)
+        return mix_once(x_BC, shift_BC, shares_5BC)
+
+    def _project(self, mixed_RC: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """From the five mixed inputs to r, w_raw, k, v and the gate before its SiLU."""
+        mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_r_RC, mixed_g_RC = mixed_RC
+        low_RD = (mixed_w_RC @ self.time_decay_w1).tanh_()
+        w_raw_RC = self.time_decay.view(-1) + low_RD @ self.time_decay_w2
         r_RC, k_RC, v_RC = self.receptance(mixed_r_RC), self.key(mixed_k_RC), self.value(mixed_v_RC)
         return r_RC, w_raw_RC, k_RC, v_RC, self.gate(mixed_g_RC)
 
-    def _mix_weights(self, x_RC: Tensor, delta_RC: Tensor) -> list[Tensor]:
-        """The shares of the previous token in the inputs for w, k, v, r and g: fixed ones and what the token adds."""
-        width = x_RC.shape[-1]
-        mixed_x_RC = torch.addcmul(x_RC, delta_RC, self.time_maa_x.view(width)).to(product_dtype(x_RC))
-        low_5RD = torch.tanh(mixed_x_RC @ self.time_maa_w1).view(len(x_RC), NUM_MIXED, -1).transpose(0, 1)
-        added_5RC = low_5RD @ self.time_maa_w2
-        fixed_11C = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
-        return [weight_11C.view(width) + added_RC for weight_11C, added_RC in zip(fixed_11C, added_5RC, strict=True)]
-
     def _finish(self, y_RC: Tensor, gate_RC: Tensor) -> Tensor:
-        return gated_output(y_RC, gate_RC, ln_x=self.ln_x, output=self.output)
+        return gated_output(y_RC, gate_RC, ln_x=self.ln_x, output=self.output, backend=self.backend)
 
 
 class ChannelMix6(nn.Module):
     """The feed-forward half of a block: squared ReLU, gated by the receptance."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.time_maa_k = nn.Parameter(torch.empty(1, 1, shape.n_embd))
         self.time_maa_r = nn.Parameter(torch.empty(1, 1, shape.n_embd))
         self.key = nn.Linear(shape.n_embd, shape.dim_ffn, bias=False)
         self.receptance = nn.Linear(shape.n_embd, shape.n_embd, bias=False)
         self.value = nn.Linear(shape.dim_ffn, shape.n_embd, bias=False)
 
-    def forward(self, x_BTC: Tensor, *, shift_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
-        weights_11C = (self.time_maa_k, self.time_maa_r)
-        mixed_BTC = mix_with_previous(
-            x_BTC, weights_11C, first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
-        )
-        return self._channels(mixed_BTC)
-
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
-        return self._channels(mix_once(x_BC, shift_BC, (self.time_maa_k, self.time_maa_r)))
-
-    def _channels(self, mixed: Sequence[Tensor]) -> Tensor:
+    def forward(self, mixed: tuple[Tensor, ...]) -> Tensor:
         mixed_k, mixed_r = mixed
-        return gated_channels(mixed_k, mixed_r, key=self.key, receptance=self.receptance, value=self.value)
+        return gated_channels(
+            mixed_k, mixed_r, key=self.key, receptance=self.receptance, value=self.value, backend=self.backend
+        )
+
+    def shares(self) -> Tensor:
+        return stacked(self.time_maa_k, self.time_maa_r)
 
 
 def initial_start(

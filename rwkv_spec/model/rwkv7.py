@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, norm_heads, product_dtype
-from rwkv_spec.model.elementwise import key_and_removal, mix_with_previous, squared_relu
+from rwkv_spec.model.block import GROUP_NORM_EPS, mix_once, stacked
 from rwkv_spec.model.initial import orthogonal, ramps
 from rwkv_spec.model.shapes import ModelShape
+from rwkv_spec.ops.gated_norm import Bonus, gated_norm
 from rwkv_spec.ops.reference import wkv7_reference
+from rwkv_spec.ops.relu2 import relu2
 from rwkv_spec.ops.wkv import wkv7
+from rwkv_spec.ops.wkv7_prepare import Prepared, Residual, wkv7_prepare
 
 
 class TimeMix7(nn.Module):
@@ -66,7 +68,7 @@ class TimeMix7(nn.Module):
 
     def forward(
         self,
-        x_BTC: Tensor,
+        mixed_BTC: tuple[Tensor, ...],
         v_first_BTC: Tensor | None,
         *,
         shift_BC: Tensor | None,
@@ -74,33 +76,25 @@ class TimeMix7(nn.Module):
         starts_BT: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (output, value of block 0, state after the last token). Block 0 takes v_first None and makes it."""
-        B, T, C = x_BTC.shape
-        mixed_BTC = mix_with_previous(
-            x_BTC, self._mix_weights(), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
-        )
-        mixed_RC = [mixed.view(-1, C) for mixed in mixed_BTC]
+        B, T, C = mixed_BTC[0].shape
         v_first_RC = None if v_first_BTC is None else v_first_BTC.view(-1, C)
-        r_RC, w_raw_RC, k_RC, v_RC, a_RC, b_RC, gate_RC = self._project(mixed_RC, v_first_RC)
-        # The operator takes one dtype for all six: what the matrix products gave, bf16 under autocast.
-        r_BTHN, w_raw_BTHN, k_BTHN, v_BTHN, a_BTHN, b_BTHN = (
-            tensor.to(r_RC.dtype).view(B, T, self.num_heads, self.head_size)
-            for tensor in (r_RC, w_raw_RC, k_RC, v_RC, a_RC, b_RC)
-        )
+        r_RC, prepared, gate_RC = self._project([mixed.view(-1, C) for mixed in mixed_BTC], v_first_RC)
+        heads = (B, T, self.num_heads, self.head_size)
         # The recurrence keeps float32 states whatever the matrix products around it compute in.
-        with torch.autocast(x_BTC.device.type, enabled=False):
+        with torch.autocast(r_RC.device.type, enabled=False):
             y_BTHN, state_BHNN = wkv7(
-                r_BTHN,
-                w_raw_BTHN,
-                k_BTHN,
-                v_BTHN,
-                a_BTHN,
-                b_BTHN,
+                r_RC.view(heads),
+                prepared.w_raw_RC.view(heads),
+                prepared.k_RC.view(heads),
+                prepared.v_RC.view(heads),
+                prepared.a_RC.view(heads),
+                prepared.b_RC.view(heads),
                 state_BHNN,
                 starts_BT=starts_BT,
                 backend=self.backend,
             )
-        out_RC = self._finish(y_BTHN.reshape(-1, C), r_RC, k_RC, v_RC, gate_RC)
-        v_first_BTC = v_RC.view(B, T, C) if v_first_BTC is None else v_first_BTC
+        out_RC = self._finish(y_BTHN.reshape(-1, C), r_RC, prepared, gate_RC)
+        v_first_BTC = prepared.v_RC.view(B, T, C) if v_first_BTC is None else v_first_BTC
         return out_RC.view(B, T, C), v_first_BTC, state_BHNN
 
     def step(
@@ -113,69 +107,73 @@ class TimeMix7(nn.Module):
         new_state_BHNN: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """One token, with a recurrence of its own: the read follows the update, as in the parallel form."""
-        mixed_BC = mix_once(x_BC, shift_BC, self._mix_weights())
-        r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC, gate_BC = self._project(mixed_BC, v_first_BC)
+        r_BC, prepared, gate_BC = self._project(mix_once(x_BC, shift_BC, self.shares()), v_first_BC)
         one_token = (x_BC.shape[0], 1, self.num_heads, self.head_size)
         with torch.autocast(x_BC.device.type, enabled=False):
-            r, w_raw, k, v, a, b = (x.view(one_token) for x in (r_BC, w_raw_BC, k_BC, v_BC, a_BC, b_BC))
+            r, w_raw, k, v, a, b = (x.view(one_token) for x in (r_BC, *prepared))
             y_B1HN, after_BHNN = wkv7_reference(r, w_raw, k, v, a, b, state_BHNN)
         new_state_BHNN.copy_(after_BHNN)
-        out_BC = self._finish(y_B1HN.reshape(x_BC.shape), r_BC, k_BC, v_BC, gate_BC)
-        return out_BC, v_BC if v_first_BC is None else v_first_BC
+        out_BC = self._finish(y_B1HN.reshape(x_BC.shape), r_BC, prepared, gate_BC)
+        return out_BC, prepared.v_RC if v_first_BC is None else v_first_BC
 
-    def _mix_weights(self) -> tuple[Tensor, ...]:
-        return self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
+    def shares(self) -> Tensor:
+        return stacked(self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
 
-    def _project(self, mixed_RC: Sequence[Tensor], v_first_RC: Tensor | None) -> tuple[Tensor, ...]:
-        """From the six mixed inputs to r, w_raw, k, v, a, b and the gate; both forms share it. R: rows of any kind."""
+    def _project(self, mixed_RC: Sequence[Tensor], v_first_RC: Tensor | None) -> tuple[Tensor, Prepared, Tensor]:
+        """From the six mixed inputs to r, what the recurrence takes beside it, and the gate. R: rows of any kind."""
         width = mixed_RC[0].shape[-1]
         mixed_r_RC, mixed_w_RC, mixed_k_RC, mixed_v_RC, mixed_a_RC, mixed_g_RC = mixed_RC
-        r_RC = self.receptance(mixed_r_RC)
-        k_RC = self.key(mixed_k_RC)
-        v_RC = self.value(mixed_v_RC)
-        w_raw_RC = self.w0.view(width) + torch.tanh(mixed_w_RC @ self.w1) @ self.w2
+        residual = None
         if v_first_RC is not None:
-            share_RC = torch.sigmoid(self.v0.view(width) + (mixed_v_RC @ self.v1) @ self.v2)
-            v_RC = torch.lerp(v_RC, v_first_RC, share_RC.to(v_RC.dtype))
-        rate_RC = torch.sigmoid(self.a0.view(width) + (mixed_a_RC @ self.a1) @ self.a2)
-        gate_RC = torch.sigmoid(mixed_g_RC @ self.g1) @ self.g2
-        k_RC, a_RC, b_RC = key_and_removal(
-            k_RC, rate_RC, self.k_k.view(width), self.k_a.view(width), head_size=self.head_size
+            residual = Residual((mixed_v_RC @ self.v1) @ self.v2, v_first_RC, self.v0.view(width))
+        prepared = wkv7_prepare(
+            (mixed_w_RC @ self.w1).tanh_() @ self.w2,
+            (mixed_a_RC @ self.a1) @ self.a2,
+            self.key(mixed_k_RC),
+            self.value(mixed_v_RC),
+            residual,
+            w0_C=self.w0.view(width),
+            a0_C=self.a0.view(width),
+            k_k_C=self.k_k.view(width),
+            k_a_C=self.k_a.view(width),
+            head_size=self.head_size,
+            backend=self.backend,
         )
-        return r_RC, w_raw_RC, k_RC, v_RC, a_RC, b_RC, gate_RC
+        gate_RC = (mixed_g_RC @ self.g1).sigmoid_() @ self.g2
+        return self.receptance(mixed_r_RC), prepared, gate_RC
 
-    def _finish(self, y_RC: Tensor, r_RC: Tensor, k_RC: Tensor, v_RC: Tensor, gate_RC: Tensor) -> Tensor:
+    def _finish(self, y_RC: Tensor, r_RC: Tensor, prepared: Prepared, gate_RC: Tensor) -> Tensor:
         """Group norm, the bonus of the present token, the gate and the output matrix."""
-        heads = (-1, self.num_heads, self.head_size)
-        normed_RC = norm_heads(y_RC, self.ln_x)
-        bonus_RH1 = (r_RC.view(heads) * k_RC.view(heads) * self.r_k).sum(dim=-1, keepdim=True)
-        y_RHN = torch.addcmul(normed_RC.view(heads), bonus_RH1, v_RC.view(heads).to(bonus_RH1.dtype))
-        out_RC: Tensor = self.output(y_RHN.view(y_RC.shape) * gate_RC)
+        gated_RC = gated_norm(
+            y_RC,
+            gate_RC,
+            self.ln_x.weight,
+            self.ln_x.bias,
+            bonus=Bonus(r_RC, prepared.k_RC, prepared.v_RC, self.r_k),
+            num_heads=self.num_heads,
+            eps=self.ln_x.eps,
+            backend=self.backend,
+        )
+        out_RC: Tensor = self.output(gated_RC)
         return out_RC
 
 
 class ChannelMix7(nn.Module):
     """The feed-forward half of a block: squared ReLU over the mixed input, no gate."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.x_k = nn.Parameter(torch.empty(1, 1, shape.n_embd))
         self.key = nn.Linear(shape.n_embd, shape.dim_ffn, bias=False)
         self.value = nn.Linear(shape.dim_ffn, shape.n_embd, bias=False)
 
-    def forward(self, x_BTC: Tensor, *, shift_BC: Tensor | None, starts_BT: Tensor | None) -> Tensor:
-        (mixed_BTC,) = mix_with_previous(
-            x_BTC, (self.x_k,), first_BC=shift_BC, starts_BT=starts_BT, dtype=product_dtype(x_BTC)
-        )
-        return self._channels(mixed_BTC)
+    def forward(self, mixed: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = self.value(relu2(self.key(mixed[0]), backend=self.backend))
+        return out
 
-    def step(self, x_BC: Tensor, *, shift_BC: Tensor) -> Tensor:
-        (mixed_BC,) = mix_once(x_BC, shift_BC, (self.x_k,))
-        return self._channels(mixed_BC)
-
-    def _channels(self, mixed_RC: Tensor) -> Tensor:
-        out_RC: Tensor = self.value(squared_relu(self.key(mixed_RC)))
-        return out_RC
+    def shares(self) -> Tensor:
+        return stacked(self.x_k)
 
 
 def initial_start(

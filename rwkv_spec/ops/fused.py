@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rwkv_spec.errors import KernelError
-from rwkv_spec.ops.backend import choose_backend
+from rwkv_spec.ops.backend import COMPILED_DTYPES, choose_backend
 from rwkv_spec.ops.build import Kernels, load_operator, thread_pool
 from rwkv_spec.ops.recurrence import DTYPE_CODES
 
@@ -59,8 +59,8 @@ class FusedOperator:
 
 @functools.cache
 def _chosen(operator: FusedOperator, backend: str, device: str, dtype: torch.dtype) -> ctypes.CDLL | None:
-    if device == "cuda" and backend in ("auto", "cuda"):
-        # The plain form runs there: fused operators are compiled for the CPU.
+    # Where a backend that was asked for cannot be had, the recurrence says so; the plain form is right everywhere.
+    if device != "cpu" or backend == "cuda" or dtype not in COMPILED_DTYPES["cpu"]:
         return None
     chosen = choose_backend(backend, device=device, dtype=dtype, load=lambda: operator_of_this_machine(operator))
     return None if chosen.name == "torch" else operator_of_this_machine(operator).library
@@ -79,14 +79,14 @@ def call(
     dtype: torch.dtype,
     tensors: Sequence[Tensor | None],
     *,
-    eps: float = 0.0,
+    scalars: Sequence[float] = (),
 ) -> None:
     """Calls a C function with contiguous tensors of the header's order; KernelError if it could not be done."""
     code = getattr(library, function)(
         (ctypes.c_int64 * len(sizes))(*sizes),
         ctypes.c_int(DTYPE_CODES[dtype]),
         (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors)),
-        (ctypes.c_float * 1)(eps),
+        (ctypes.c_float * len(scalars))(*scalars),
         ctypes.c_int64(torch.get_num_threads()),
         ctypes.c_void_p(thread_pool()),
     )

@@ -98,7 +98,7 @@ class _GatedNorm(torch.autograd.Function):
         given = tuple(contiguous(x) for x in (y_RC, gate_RC, r_RC, k_RC, v_RC, weight_C, bias_C, r_k_HN))
         out_RC = torch.empty_like(gate_RC, memory_format=torch.contiguous_format)
         sizes = (rows, num_heads, width // num_heads, ROWS_OF_A_PIECE)
-        call(library, "gated_norm_forward", sizes, gate_RC.dtype, (*given, out_RC), eps=eps)
+        call(library, "gated_norm_forward", sizes, gate_RC.dtype, (*given, out_RC), scalars=(eps,))
         ctx.save_for_backward(*given)
         ctx.library, ctx.sizes, ctx.eps = library, sizes, eps
         return out_RC
@@ -116,7 +116,7 @@ class _GatedNorm(torch.autograd.Function):
             ctx.sizes,
             gate_RC.dtype,
             (*given, grads[0].contiguous(), *rows, sums),
-            eps=ctx.eps,
+            scalars=(ctx.eps,),
         )
         dweight_C, dbias_C, dr_k_C = sums.sum(dim=0)
         dr_k_HN = None if r_k_HN is None else dr_k_C.view(r_k_HN.shape)

@@ -115,7 +115,7 @@ class _NormMix(torch.autograd.Function):
         given = (x_BTC, contiguous(added_BTC), *parameters, first_BC, starts_BT)
         sizes = (B, T, C, M, ROWS_OF_A_PIECE)
         outputs = (sum_BTC, stats_BT2, last_BC, work, *mixed_BTC)
-        call(library, "norm_mix_forward", sizes, dtype, (*given, *outputs), eps=eps)
+        call(library, "norm_mix_forward", sizes, dtype, (*given, *outputs), scalars=(eps,))
         ctx.save_for_backward(x_BTC if sum_BTC is None else sum_BTC, stats_BT2, *parameters, first_BC, starts_BT)
         ctx.library, ctx.dtype, ctx.sizes, ctx.adds = library, dtype, sizes, added_BTC is not None
         ctx.set_materialize_grads(False)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ from rwkv_spec.errors import UserError
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.optimizer import set_lr
 
-# objective(logits_BTV, targets_BT, weights_BT) -> (weighted sum, weight)
-Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# objective(hidden_BTC, head_VC, targets_BT, weights_BT) -> (weighted sum, weight)
+Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 _MASK64 = (1 << 64) - 1
 
@@ -140,12 +141,23 @@ def _accumulate(
         seeds = sequence_seeds(micro.sequence_B, seed=seed).to(engine.device)
         with engine.accumulating(model, last=index == len(micro_batches) - 1):
             with engine.autocast():
-                logits_BTV = model(ids, starts_BT=starts, dropout_seed_B=seeds)
-            weighted_sum, _ = objective(logits_BTV, targets, weights)
+                # Inside the model, so that no wrapper around it has to know of logits.
+                loss = partial(_loss, objective, targets, weights)
+                weighted_sum, _ = model(ids, starts_BT=starts, dropout_seed_B=seeds, loss=loss)
             # Processes average their gradients: times their number, this is the gradient of the sum over all of them.
             engine.backward(weighted_sum * (engine.num_processes / total_weight))
         loss_sum += float(weighted_sum.detach())
     return loss_sum
+
+
+def _loss(
+    objective: Objective,
+    targets_BT: torch.Tensor,
+    weights_BT: torch.Tensor,
+    hidden_BTC: torch.Tensor,
+    head_VC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return objective(hidden_BTC, head_VC, targets_BT, weights_BT)
 
 
 def _refuse_non_finite(loss_sum: float, grad_norm: float, *, step: int, windows: tuple[int, ...]) -> None:

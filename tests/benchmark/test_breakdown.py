@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from rwkv_spec.benchmark.breakdown import PYTHON, breakdown, name_of
 from rwkv_spec.model.build import build_model
 from rwkv_spec.model.shapes import fresh_shape
-from rwkv_spec.objective.cross_entropy import cross_entropy
+from tests.model.models import loss_of
 
 BACKWARD = "autograd::engine::evaluate_function: "
 
@@ -51,7 +51,7 @@ def test_shares_sum_to_one_and_name_what_a_step_does() -> None:
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = cross_entropy(model(ids_BT), ids_BT, torch.ones(2, 16))
+        loss, _ = loss_of(model, ids_BT, ids_BT, torch.ones(2, 16))
         loss.backward()
         optimizer.step()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from rwkv_spec.model.build import build_model, load_state
 from rwkv_spec.model.language_model import LanguageModel, State
 from rwkv_spec.model.shapes import OPERATORS, fresh_shape
+from rwkv_spec.objective.cross_entropy import cross_entropy
 from rwkv_spec.ops.build import NoCompiler
 from rwkv_spec.ops.wkv import resolve_backend
 
@@ -45,9 +46,23 @@ def random_ids(batch_size: int, length: int, *, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB_SIZE, (batch_size, length), generator=torch.Generator().manual_seed(seed))
 
 
-def with_state(result: Tensor | tuple[Tensor, State]) -> tuple[Tensor, State]:
+def with_state(result: Tensor | tuple[Tensor, State] | tuple[Tensor, Tensor]) -> tuple[Tensor, State]:
     assert isinstance(result, tuple)
-    return result
+    logits, state = result
+    assert isinstance(state, State)
+    return logits, state
+
+
+def loss_of(
+    model: LanguageModel, ids: Tensor, targets: Tensor, weights: Tensor, *, l2wrap: float = 0.0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The weighted sum of cross-entropy and its weight, by head and loss in pieces as in training."""
+
+    def loss(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+        return cross_entropy(hidden, head, targets, weights, l2wrap=l2wrap, backend=backend)
+
+    weighted_sum, weight = model(ids, loss=loss)
+    return weighted_sum, weight
 
 
 def assert_same_state(one: State, other: State, *, tolerance: float = 1e-10) -> None:

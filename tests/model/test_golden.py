@@ -8,8 +8,7 @@ import torch
 from rwkv_spec.model.block import Block
 from rwkv_spec.model.rwkv6 import TimeMix6
 from rwkv_spec.model.shapes import TYPES
-from rwkv_spec.objective.cross_entropy import cross_entropy
-from tests.model.models import compiled_or_skip, golden_model, golden_numbers
+from tests.model.models import compiled_or_skip, golden_model, golden_numbers, loss_of
 
 # In this file the first token's bonus in head 1 is a sum of 64 terms that cancel to a thousandth of their size, and the
 # group norm enlarges what is left. Rounding r and k to float32 alone moves this gradient by up to 1e-5 of its norm, and
@@ -33,7 +32,14 @@ def test_logits_loss_and_every_gradient_are_the_golden_ones(
     logits = model(torch.tensor(golden["idx"]))
     golden_logits = torch.tensor(golden["logits"], dtype=torch.float64)
     assert (logits.double() - golden_logits).abs().max() <= tolerance * golden_logits.abs().max()
-    weighted_sum, weight = cross_entropy(logits, torch.tensor(golden["targets"]), torch.ones(2, 32), l2wrap=l2wrap)
+    weighted_sum, weight = loss_of(
+        model,
+        torch.tensor(golden["idx"]),
+        torch.tensor(golden["targets"]),
+        torch.ones(2, 32),
+        l2wrap=l2wrap,
+        backend=backend,
+    )
     loss = weighted_sum / weight
     assert float(loss.detach()) == pytest.approx(golden["loss_ce"], rel=tolerance)
     loss.backward()
@@ -75,6 +81,6 @@ def test_the_loosened_gradient_hangs_on_terms_that_cancel() -> None:
     assert isinstance(block, Block) and block.ln0 is not None and isinstance(block.att, TimeMix6)
     with torch.no_grad():
         first_BC = block.ln1(block.ln0(model.emb(torch.tensor(golden_numbers("x060")["idx"])[:, 0])))
-        r_BC, _, k_BC, _, _ = block.att._project(first_BC, -first_BC)
+        r_BC, _, k_BC, _, _ = block.att._project(block.att._mixed_once(first_BC, torch.zeros_like(first_BC)))
         terms_BHN = (r_BC * k_BC).view(-1, 2, 64) * block.att.time_faaaa
     assert float(terms_BHN[0, 1].abs().sum()) > 1000 * float(terms_BHN[0, 1].sum().abs())

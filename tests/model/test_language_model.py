@@ -240,11 +240,18 @@ def test_each_sum_of_each_block_has_a_dropout_site_of_its_own(type: str) -> None
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
             x = x if block.ln0 is None else block.ln0(x)
-            att, v_first, _ = block.att(block.ln1(x), v_first, shift_BC=None, state_BHNN=None, starts_BT=None)
+            mixed = _mixed(block.ln1(x), block.att.shares())
+            att, v_first, _ = block.att(mixed, v_first, shift_BC=None, state_BHNN=None, starts_BT=None)
             x = x + dropout(att, p=0.4, seed_B=seeds, site=2 * layer)
-            ffn = block.ffn(block.ln2(x), shift_BC=None, starts_BT=None)
+            ffn = block.ffn(_mixed(block.ln2(x), block.ffn.shares()))
             x = x + dropout(ffn, p=0.4, seed_B=seeds, site=2 * layer + 1)
         torch.testing.assert_close(model(ids, dropout_seed_B=seeds), model.head(model.ln_out(x)))
+
+
+def _mixed(normed_BTC: Tensor, shares_MC: Tensor) -> tuple[Tensor, ...]:
+    """What stands before the first token are zeros."""
+    before_BTC = torch.nn.functional.pad(normed_BTC, (0, 0, 1, 0))[:, :-1]
+    return tuple(normed_BTC + (before_BTC - normed_BTC) * share_C for share_C in shares_MC)
 
 
 def test_no_random_state_is_used_or_moved(type: str) -> None:

@@ -15,9 +15,9 @@ from rwkv_spec.errors import CheckpointError
 from rwkv_spec.model.build import build_model, load_state
 from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.model.shapes import fresh_shape, parameter_groups
-from rwkv_spec.objective.cross_entropy import cross_entropy
 from rwkv_spec.train.optimizer import build_optimizer, load_optimizer_state, optimizer_state, set_lr
 from rwkv_spec.train.schedule import learning_rate
+from tests.model.models import loss_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHAPE = fresh_shape("x070", n_layer=2, n_embd=32, head_size=16, vocab_size=9)
@@ -40,7 +40,7 @@ def optimizer_of(model: LanguageModel, *, weight_decay: float = 0.1) -> torch.op
 
 def update(model: LanguageModel, optimizer: torch.optim.AdamW, *, seed: int) -> None:
     ids = torch.randint(9, (2, 7), generator=torch.Generator().manual_seed(seed))
-    value, weight = cross_entropy(model(ids[:, :-1]), ids[:, 1:], torch.ones(2, 6))
+    value, weight = loss_of(model, ids[:, :-1], ids[:, 1:], torch.ones(2, 6))
     optimizer.zero_grad()
     (value / weight).backward()
     optimizer.step()
@@ -89,7 +89,7 @@ def test_a_row_that_never_gets_a_gradient_stays_finite_with_a_tiny_eps() -> None
     model = build_model(SHAPE)
     optimizer = optimizer_of(model, weight_decay=0.0)
     before = model.emb.weight[8].detach().clone()
-    value, _ = cross_entropy(model(torch.tensor([[1, 2]])), torch.tensor([[2, 3]]), torch.ones(1, 2))
+    value, _ = loss_of(model, torch.tensor([[1, 2]]), torch.tensor([[2, 3]]), torch.ones(1, 2))
     value.backward()
     optimizer.step()
     assert torch.equal(model.emb.weight[8], before)
@@ -180,9 +180,7 @@ def _trace(
         )
         set_lr(optimizer, lr)
         window = torch.stack([tokens[offset : offset + ctx_len + 1] for offset in row["offsets"]])
-        value, weight = cross_entropy(
-            model(window[:, :-1]), window[:, 1:], torch.ones(batch_size, ctx_len), l2wrap=1e-4
-        )
+        value, weight = loss_of(model, window[:, :-1], window[:, 1:], torch.ones(batch_size, ctx_len), l2wrap=1e-4)
         optimizer.zero_grad()
         loss = value / weight
         loss.backward()

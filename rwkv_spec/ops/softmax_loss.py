@@ -1,0 +1,70 @@
+"""softmax_loss(): the losses of rows of logits and, over the logits themselves, their gradient. Not differentiable."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rwkv_spec.ops.fused import FusedOperator, call, compare
+
+
+def softmax_loss(
+    logits_PV: Tensor, targets_P: Tensor, weights_P: Tensor, *, l2wrap: float, want_gradient: bool, backend: str
+) -> Tensor:
+    """weight * (log of the sum of exp(logits) - logits[target]) of each row, [P] in the dtype of the weights.
+
+    If wanted, the logits become weight * (softmax - 1 at the target + l2wrap * m at the largest logit m, the first if
+    several are equal). A row of weight 0 has a loss and a gradient of exactly 0, whatever it holds. targets: int64,
+    weights: float32 (float64 for float64 logits).
+    """
+    library = SOFTMAX_LOSS.library(
+        backend, logits_PV.device, rows=(logits_PV,), dtype=logits_PV.dtype, wide=(weights_P,)
+    )
+    if library is None or not logits_PV.is_contiguous():
+        return softmax_loss_reference(logits_PV, targets_P, weights_P, l2wrap=l2wrap, want_gradient=want_gradient)
+    return _compiled(library, logits_PV, targets_P, weights_P, l2wrap, want_gradient)
+
+
+def softmax_loss_reference(
+    logits_PV: Tensor, targets_P: Tensor, weights_P: Tensor, *, l2wrap: float, want_gradient: bool
+) -> Tensor:
+    """The same in plain torch, for any dtype and device."""
+    wide_PV = logits_PV.to(weights_P.dtype)
+    weights_P1 = weights_P.unsqueeze(1)
+    max_P1, place_P1 = wide_PV.max(dim=1, keepdim=True)
+    softmax_PV = (wide_PV - max_P1).exp_()
+    sum_P1 = softmax_PV.sum(dim=1, keepdim=True)
+    own_P1 = wide_PV.gather(1, targets_P.unsqueeze(1))
+    # Zero times a number that is not finite would be no number.
+    loss_P1 = torch.where(weights_P1 != 0, (sum_P1.log() + (max_P1 - own_P1)) * weights_P1, 0.0)
+    if want_gradient:
+        softmax_PV.div_(sum_P1)
+        softmax_PV.scatter_add_(1, targets_P.unsqueeze(1), torch.full_like(max_P1, -1.0))
+        softmax_PV.scatter_add_(1, place_P1, max_P1 * l2wrap)
+        logits_PV.copy_(torch.where(weights_P1 != 0, softmax_PV.mul_(weights_P1), 0.0))
+    return loss_P1.squeeze(1)
+
+
+def _compiled(
+    library: ctypes.CDLL, logits_PV: Tensor, targets_P: Tensor, weights_P: Tensor, l2wrap: float, want_gradient: bool
+) -> Tensor:
+    loss_P = torch.empty_like(weights_P, memory_format=torch.contiguous_format)
+    tensors = (logits_PV, targets_P.contiguous(), weights_P.contiguous(), loss_P)
+    scalars = (l2wrap, float(want_gradient))
+    call(library, "softmax_loss", tuple(logits_PV.shape), logits_PV.dtype, tensors, scalars=scalars)
+    return loss_P
+
+
+def _check(library: ctypes.CDLL) -> None:
+    with torch.inference_mode(False):
+        logits = torch.randn(19, 77, generator=torch.Generator().manual_seed(4)) * 3
+        targets, weights = torch.arange(19) * 4, torch.linspace(0.0, 2.0, 19)
+        wide = logits.double()
+        want = softmax_loss_reference(wide, targets, weights.double(), l2wrap=0.1, want_gradient=True)
+        got = _compiled(library, logits, targets, weights, 0.1, True)
+        compare("softmax_loss", (got, logits), (want, wide))
+
+
+SOFTMAX_LOSS = FusedOperator("softmax_loss", _check)
