@@ -26,9 +26,14 @@ from tests.ops.fused_cases import (
     every_example,
     every_operator,
     expected,
+    gated_norm_case,
+    norm_mix_case,
     outputs_of,
     poisoned_memory,
     results,
+    sigmoid_gate_case,
+    token_mix_case,
+    wkv7_prepare_case,
 )
 
 
@@ -101,11 +106,18 @@ def test_rows_in_two_dtypes_are_run_by_the_reference(example: Example) -> None:
 
 
 @compiled
-def test_a_width_that_no_vector_fills_is_run_by_the_reference() -> None:
-    for C, runs in ((8, False), (16, True), (24, False), (32, True), (40, False)):
-        x = torch.ones(1, C)
-        library = NORM_MIX.library("cpu", x.device, rows=(), dtype=torch.float32, wide=(x,), channels=C)
-        assert (library is not None) == runs
+@every_dtype
+@pytest.mark.parametrize("width", [8, 24, 40])
+def test_a_width_that_no_vector_fills_is_run_by_the_reference(width: int, dtype: torch.dtype) -> None:
+    for case in (
+        norm_mix_case(3, width, dtype),
+        gated_norm_case(3, 2, width, dtype, bonus=True),
+        wkv7_prepare_case(3, 2, width, dtype, residual=True),
+        token_mix_case(3, width, dtype),
+        sigmoid_gate_case(3, width, dtype),
+    ):
+        assert not is_compiled(case, "cpu")
+        assert same_bits(results(case, "cpu"), results(case, "torch"))
 
 
 @compiled
