@@ -100,17 +100,19 @@ def planned(
         raise UserError(f"{num_processes} processes: a world has at least one")
     inputs = _inputs(spec, overrides, data=data, eval_data=eval_data, tokenizer=tokenizer)
 
+    from rwkv_spec.micro_batch import noted_choice, notes_folder
     from rwkv_spec.planning import make_planned, make_world
     from rwkv_spec.preparing import foreseen
 
     world = make_world(inputs.spec, shape=inputs.shape, num_processes=num_processes, engine=engine)
-    return make_planned(
+    first = make_planned(
         inputs.spec,
         shape=inputs.shape,
         data=foreseen(inputs),
         world=world,
         checkpoint_rows=inputs.checkpoint_rows,
     )
+    return noted_choice(first, inputs.shape, notes=notes_folder())
 
 
 def prepare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from rwkv_spec.model.shapes import OPERATORS, ModelShape, num_parameters
 from rwkv_spec.ops.wkv import resolve_backend
 from rwkv_spec.spec.describe import describe
 from rwkv_spec.spec.plan import DataStats, ModelSizes, Plan, World, make_plan
+from rwkv_spec.spec.split import MicroBatch
 from rwkv_spec.spec.types import Spec
 from rwkv_spec.train.engine import Precision, available_device, decide_precision, num_cores
 
@@ -24,7 +25,13 @@ class Planned:
     plan: Plan
     spec: Spec
     sizes: ModelSizes
+    data: DataStats
     world: World
+
+    def with_micro_batch(self, micro_batch: MicroBatch) -> Planned:
+        """The same with the micro-batch size settled, where the spec leaves it to us."""
+        plan = make_plan(self.spec, sizes=self.sizes, data=self.data, world=self.world, micro_batch=micro_batch)
+        return replace(self, plan=plan)
 
     def __str__(self) -> str:
         return describe(self.plan, self.spec, sizes=self.sizes, world=self.world)
@@ -35,7 +42,7 @@ def make_planned(
 ) -> Planned:
     """SpecError where the figures do not go together. `checkpoint_rows`: the vocabulary rows of spec.checkpoint."""
     sizes = model_sizes(shape, checkpoint_rows=checkpoint_rows)
-    return Planned(make_plan(spec, sizes=sizes, data=data, world=world), spec, sizes, world)
+    return Planned(make_plan(spec, sizes=sizes, data=data, world=world), spec, sizes, data, world)
 
 
 def model_sizes(shape: ModelShape, *, checkpoint_rows: int | None = None) -> ModelSizes:

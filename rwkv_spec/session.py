@@ -164,7 +164,7 @@ class Session:
         engine, plan = self.engine, self.plan
         documents = self.store.eval_documents
         mine = [documents[i] for i in range(engine.rank, len(documents), engine.num_processes)]
-        found = evaluate(self.model, mine, chunk_len=self.spec.train.ctx_len, batch_size=max(1, plan.micro_batch_size))
+        found = evaluate(self.model, mine, chunk_len=self.spec.train.ctx_len, batch_size=plan.eval_batch_size)
         loss_sum, num_tokens = engine.sum([found.loss_sum, float(found.num_tokens)])
         loss = loss_sum / max(num_tokens, 1.0)
         progress.last_eval = (loss, progress.step)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import yaml
 
 from rwkv_spec.atomic import write_text
@@ -27,6 +28,7 @@ from rwkv_spec.checkpoint.vocabulary import starting_weights
 from rwkv_spec.data.store import Store
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.model.build import build_model, load_state, weights
+from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.model.shapes import parameter_groups
 from rwkv_spec.planning import Planned
 from rwkv_spec.preflight import Inputs
@@ -126,19 +128,7 @@ def build_session(
             total_sequences=plan.total_sequences,
         )
         refuse_changes(beginning.state, found)
-    # A checkpoint or a state fills it; what starts fresh draws each parameter from the seed and its name.
-    fresh = spec.checkpoint is None and beginning.state is None
-    model = build_model(inputs.shape, dropout=spec.dropout, backend=plan.backend, seed=spec.seed if fresh else None)
-    if plan.precision == "fp64":
-        model = model.double()
-    optimizer = build_optimizer(
-        dict(model.named_parameters()),
-        groups=parameter_groups(inputs.shape),
-        lr=spec.optimizer.lr,
-        betas=spec.optimizer.betas,
-        eps=spec.optimizer.eps,
-        weight_decay=spec.optimizer.weight_decay,
-    )
+    model, optimizer = _model_and_optimizer(inputs, planned, from_state=beginning.state is not None)
     wrapped, prepared = engine.prepare(model, optimizer)
     return Session(
         spec=spec,
@@ -163,6 +153,32 @@ def build_session(
         console=console,
         log=_open_log(folder, beginning.step, spec) if engine.is_main else None,
     )
+
+
+def _model_and_optimizer(
+    inputs: Inputs, planned: Planned, *, from_state: bool
+) -> tuple[LanguageModel, torch.optim.Optimizer]:
+    spec, plan = planned.spec, planned.plan
+    # A checkpoint or a state fills it; what starts fresh draws each parameter from the seed and its name.
+    fresh = spec.checkpoint is None and not from_state
+    model = build_model(
+        inputs.shape,
+        dropout=spec.dropout,
+        backend=plan.backend,
+        grad_checkpoint=spec.train.grad_checkpoint,
+        seed=spec.seed if fresh else None,
+    )
+    if plan.precision == "fp64":
+        model = model.double()
+    optimizer = build_optimizer(
+        dict(model.named_parameters()),
+        groups=parameter_groups(inputs.shape),
+        lr=spec.optimizer.lr,
+        betas=spec.optimizer.betas,
+        eps=spec.optimizer.eps,
+        weight_decay=spec.optimizer.weight_decay,
+    )
+    return model, optimizer
 
 
 def _open_log(folder: RunFolder, step: int, spec: Spec) -> RunLog:

@@ -15,6 +15,7 @@ from rwkv_spec.data.batch import batches
 from rwkv_spec.data.store import Store
 from rwkv_spec.errors import CheckpointError
 from rwkv_spec.interrupt import StopRequest
+from rwkv_spec.micro_batch import noted_choice, notes_folder, settled
 from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.objective.cross_entropy import cross_entropy
 from rwkv_spec.planning import Planned, make_planned, make_world
@@ -139,7 +140,7 @@ def _train(
 
 
 def _plan_and_prepare(inputs: Inputs, beginning: Beginning, engine: Engine, console: Console) -> tuple[Planned, Store]:
-    """Print the plan, prepare the data, and print it again where its figures were approximate."""
+    """Print the plan, prepare the data, find the micro-batch size, and print anew what was not known before."""
     spec = beginning.spec
     world = make_world(
         spec,
@@ -150,14 +151,16 @@ def _plan_and_prepare(inputs: Inputs, beginning: Beginning, engine: Engine, cons
         precision=beginning.precision,
         num_threads=engine.num_threads,
     )
-    expected = foreseen(inputs)
+    expected, notes = foreseen(inputs), notes_folder()
     make = partial(make_planned, spec, shape=inputs.shape, world=world, checkpoint_rows=inputs.checkpoint_rows)
-    first = make(data=expected)
+    first = noted_choice(make(data=expected), inputs.shape, notes=notes)
     console.lines(str(first))
     store = prepare_inputs(inputs, console)
-    exact = make(data=stored_data(store, spec))
+    exact = settled(make(data=stored_data(store, spec)), inputs.shape, engine, notes=notes)
     if expected.approximate:
         console.lines(f"with all data read:\n{exact}")
+    elif exact.plan.notes != first.plan.notes:
+        console.lines("\n".join(exact.plan.notes))
     return exact, store
 
 

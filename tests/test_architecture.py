@@ -43,6 +43,7 @@ LAYERS: dict[str, list[str]] = {
     "run_folder": [],
     "preflight": [],
     "planning": [],
+    "micro_batch": [],
     "preparing": [],
     "session": [],
     "start": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -186,6 +187,58 @@ def test_a_run_of_two_goes_on_as_one_with_another_micro_batch(both: tuple[Path, 
     path.write_text(yaml.safe_dump(spec))
     run = rwkv_spec.run(path)
     assert run.metrics[-1].step == 8 and run.plan.accumulate == 5
+
+
+AGREE = """
+import json
+import sys
+from pathlib import Path
+
+import rwkv_spec.api
+from rwkv_spec.micro_batch import settled
+from rwkv_spec.model.shapes import fresh_shape
+from rwkv_spec.train.engine import Engine
+
+folder = Path(sys.argv[1])
+engine = Engine(precision="fp32", trackers=(), log_dir=folder, threads=1)
+shape = fresh_shape("x070", n_layer=2, n_embd=32, head_size=16, vocab_size=11)
+found = []
+for path in ("long.yaml", "short.yaml"):
+    planned = rwkv_spec.api.planned(folder / path, num_processes=2)
+    for notes in (folder / f"notes{engine.rank}", folder / ("notes0" if engine.rank == 0 else "nothing")):
+        found.append(settled(planned, shape, engine, notes=notes).plan.micro_batch_size)
+        for note in notes.glob("*.json"):
+            # The next time each process would choose for itself: the first one 1, the other one 4.
+            seconds = {"1": 1.0, "4": 2.0} if engine.rank == 0 else {"1": 2.0, "4": 1.0}
+            note.write_text(json.dumps({**json.loads(note.read_text()), "seconds_a_sequence": seconds}))
+(folder / f"found{engine.rank}.json").write_text(json.dumps(found))
+engine.end()
+"""
+
+
+def test_a_world_has_the_micro_batch_of_its_first_process(tmp_path: Path) -> None:
+    """Each process has notes of its own, as on machines of their own; and a short run waits for nobody."""
+    for name, steps in (("long", 800), ("short", 20)):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tiny_spec(tmp_path, train={"batch_size": 8, "steps": steps}, kernels="torch")))
+    script = tmp_path / "agree.py"
+    script.write_text(AGREE)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(launch_config(tmp_path, num_processes=2)), str(script), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, second = (json.loads((tmp_path / f"found{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first[0] in (1, 2, 4) and first[1:] == [1, 4, 4]
+    assert not (tmp_path / "notes1").exists() and not (tmp_path / "nothing").exists()
+
+
+def test_a_long_run_of_two_tells_its_micro_batch_once(tmp_path: Path) -> None:
+    path = write_spec(tmp_path / "long", train={"batch_size": 4, "steps": 320}, save={"every": {"steps": 320}})
+    code, out, error = finish(start(path, launch_config(tmp_path, num_processes=2)))
+    assert code == 0, out + error
+    assert len(re.findall(r"^micro-batch [12] of 2: ", out, re.MULTILINE)) <= 1
+    assert len(re.findall(r"micro-batch [12] of 2: ", out)) >= 1
 
 
 def test_a_wrong_spec_is_told_once_and_ends_every_process(tmp_path: Path) -> None:

@@ -10,12 +10,21 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from rwkv_spec.benchmark.machine import device_name
-from rwkv_spec.benchmark.programs import Program, ProgramFailed, busy_core, chosen_peers, own_program, peer_program
+from rwkv_spec.benchmark.programs import (
+    Program,
+    ProgramFailed,
+    busy_core,
+    chosen_peers,
+    own_program,
+    peer_program,
+    split_program,
+)
 from rwkv_spec.benchmark.report import Machine, Peer, Ratio, Report, Speed
 from rwkv_spec.benchmark.timed import OwnTimes, Times
 from rwkv_spec.benchmark.workload import Workload, workload_of
@@ -23,6 +32,7 @@ from rwkv_spec.errors import UserError
 from rwkv_spec.planning import make_planned, make_world
 from rwkv_spec.preflight import Inputs
 from rwkv_spec.preparing import foreseen
+from rwkv_spec.spec.split import MicroBatch
 from rwkv_spec.train.engine import Engine, available_device, decide_precision
 
 
@@ -49,12 +59,12 @@ def measure(inputs: Inputs, request: Request) -> Report:
         raise UserError(f"--steps {request.num_steps}: at least one step must be timed")
     if request.num_rounds is not None and request.num_rounds < 1:
         raise UserError(f"--rounds {request.num_rounds}: at least one round must be run")
-    workload = _workload(inputs)
+    workload, plain = _workloads(inputs)
     own = own_program(workload, num_steps=request.num_steps)
     peers = [
         peer_program(
             name,
-            workload,
+            plain,
             num_steps=request.num_steps,
             limit_seconds=request.peer_limit_seconds,
             peer_python=request.peer_python,
@@ -70,8 +80,8 @@ def measure(inputs: Inputs, request: Request) -> Report:
     return series.report(workload, request)
 
 
-def _workload(inputs: Inputs) -> Workload:
-    """The step that a run would do here, in one process."""
+def _workloads(inputs: Inputs) -> tuple[Workload, Workload]:
+    """The step that a long run would do here, in one process; and in as few micro-batches as fit, for peers."""
     spec = inputs.spec
     precision = decide_precision(spec.train.precision, device=available_device())
     engine = Engine(precision=precision.name, trackers=(), log_dir=spec.work_dir)
@@ -80,15 +90,29 @@ def _workload(inputs: Inputs) -> Workload:
             raise UserError("bench measures one process; start it without a launcher")
         world = make_world(spec, shape=inputs.shape, precision=precision, num_threads=engine.num_threads)
         planned = make_planned(spec, shape=inputs.shape, data=foreseen(inputs), world=world)
-        return workload_of(
+        make = partial(
+            workload_of,
             spec,
-            planned.plan,
-            inputs.shape,
+            shape=inputs.shape,
             num_parameters=planned.sizes.num_parameters,
             num_threads=engine.num_threads,
         )
+        plain = make(plan=planned.plan)
+        choice = _choice(plain, planned.plan.sizes_to_compare)
+        return plain if choice is None else make(plan=planned.with_micro_batch(choice).plan), plain
     finally:
         engine.end()
+
+
+def _choice(plain: Workload, sizes: tuple[int, ...]) -> MicroBatch | None:
+    """Found in a process of its own, which gives its memory back. None where there is nothing to choose from."""
+    if not sizes:
+        return None
+    try:
+        return MicroBatch(**split_program(plain, sizes).measure())  # type: ignore[arg-type]
+    except ProgramFailed:
+        # The process that times the steps will say what is wrong, if it is still.
+        return None
 
 
 class _Series:
@@ -130,6 +154,7 @@ class _Series:
             ),
             machine=_machine(workload),
             num_parameters=workload.num_parameters,
+            micro_batch_size=workload.micro_batch_size,
             num_steps=request.num_steps,
             num_rounds=request.rounds,
             tokens_per_s=speed.tokens_per_s,

@@ -24,15 +24,39 @@ from rwkv_spec.benchmark.timed import WARMUP_STEPS, OwnTimes
 from rwkv_spec.benchmark.workload import Workload, random_batch, random_tokens
 from rwkv_spec.data.batch import Batch, batches
 from rwkv_spec.data.stream import Segment, TokenStream
+from rwkv_spec.micro_batch import Work, find_choice, notes_folder
 from rwkv_spec.model.build import build_model
 from rwkv_spec.model.language_model import LanguageModel
 from rwkv_spec.model.shapes import parameter_groups
 from rwkv_spec.objective.cross_entropy import cross_entropy
+from rwkv_spec.spec.split import MicroBatch
 from rwkv_spec.train.engine import Engine
 from rwkv_spec.train.loop import Objective, StepResult, steps
 from rwkv_spec.train.optimizer import build_optimizer
 
 _PROFILED_STEPS = 3
+
+
+def find_split(workload: Workload, sizes: tuple[int, ...]) -> MicroBatch:
+    """The micro-batch size that a run takes which is long enough to compare these; operators are checked first."""
+    work = Work(
+        shape=workload.shape,
+        ctx_len=workload.ctx_len,
+        share=workload.batch_size,
+        sizes=sizes,
+        precision=workload.precision,
+        backend=workload.backend,
+        num_threads=workload.num_threads,
+        dropout=workload.dropout,
+        l2wrap=workload.l2wrap,
+    )
+    with tempfile.TemporaryDirectory(prefix="rwkv_spec-bench-") as folder:
+        engine = Engine(precision=workload.precision, trackers=(), log_dir=Path(folder), threads=workload.num_threads)
+        try:
+            check_operators(workload, engine.device)
+            return find_choice(work, engine, notes=notes_folder())
+        finally:
+            engine.end()
 
 
 def measure_own(workload: Workload, *, num_steps: int, detailed: bool) -> OwnTimes:
@@ -85,7 +109,13 @@ def _measure(workload: Workload, engine: Engine, folder: Path, *, num_steps: int
 def _prepared(
     workload: Workload, engine: Engine
 ) -> tuple[LanguageModel, torch.optim.Optimizer, torch.nn.Module, torch.optim.Optimizer]:
-    model = build_model(workload.shape, dropout=workload.dropout, backend=workload.backend, seed=workload.seed)
+    model = build_model(
+        workload.shape,
+        dropout=workload.dropout,
+        backend=workload.backend,
+        grad_checkpoint=workload.grad_checkpoint,
+        seed=workload.seed,
+    )
     if workload.precision == "fp64":
         model = model.double()
     optimizer = build_optimizer(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rwkv_spec.benchmark.timed import WARMUP_STEPS
@@ -69,6 +69,12 @@ class Program:
 
 def own_program(workload: Workload, *, num_steps: int) -> Program:
     return _ours("own", workload, num_steps=num_steps, limit_seconds=None)
+
+
+def split_program(workload: Workload, sizes: tuple[int, ...]) -> Program:
+    """Finds the fastest of these micro-batch sizes; gives `size` and `reason`."""
+    program = _ours("split", workload, num_steps=0, limit_seconds=None)
+    return replace(program, request={**program.request, "sizes": sizes})
 
 
 def peer_program(

@@ -83,6 +83,7 @@ class Report:
     shape: str
     machine: Machine
     num_parameters: int
+    micro_batch_size: int
     num_steps: int
     num_rounds: int
     tokens_per_s: float
@@ -118,7 +119,7 @@ class Report:
             f"of the peak  {100 * self.share_of_peak:.0f}% = {self.flop_per_s / 1e9:,.0f} of "
             f"{self.peak_flop_per_s / 1e9:,.0f} GFLOP/s (a large square product, same dtype and threads)",
             f"a step       {1e3 * self.step_seconds:,.0f} ms, of which {1e3 * self.data_wait_seconds:,.1f} ms wait for "
-            f"data; a micro-batch alone: {split}",
+            f"data; a micro-batch of {self.micro_batch_size} alone: {split}",
             f"peak memory  {_memory(self.peak_memory_bytes)}",
         ]
         if self.beside_busy is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from rwkv_spec.benchmark.workload import Workload
@@ -26,6 +27,12 @@ def _measure(request: dict[str, object]) -> dict[str, object]:
     assert isinstance(values, dict)
     workload, num_steps = Workload.from_dict(values), int(str(request["num_steps"]))
     # Each program imports what it needs and no more, for its memory is measured.
+    if request["program"] == "split":
+        sizes = request["sizes"]
+        assert isinstance(sizes, list)
+        from rwkv_spec.benchmark.own import find_split
+
+        return asdict(find_split(workload, tuple(sizes)))
     if request["program"] == "own":
         from rwkv_spec.benchmark.own import measure_own
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rwkv_spec.data.batch import Batch
+from rwkv_spec.data.batch import random_batch as random_rows
 from rwkv_spec.model.shapes import ModelShape
 from rwkv_spec.spec.plan import Plan
 from rwkv_spec.spec.types import Spec
@@ -30,6 +31,7 @@ class Workload:
     accumulate: int
     micro_batch_size: int
     dropout: float
+    grad_checkpoint: bool
     l2wrap: float
     grad_clip: float
     beta1: float
@@ -76,6 +78,7 @@ def workload_of(spec: Spec, plan: Plan, shape: ModelShape, *, num_parameters: in
         accumulate=plan.accumulate,
         micro_batch_size=plan.micro_batch_size,
         dropout=spec.dropout,
+        grad_checkpoint=spec.train.grad_checkpoint,
         l2wrap=spec.train.l2wrap,
         grad_clip=spec.train.grad_clip,
         beta1=spec.optimizer.betas[0],
@@ -93,15 +96,5 @@ def random_tokens(workload: Workload) -> NDArray[np.int32]:
 
 
 def random_batch(workload: Workload) -> Batch:
-    """One step's windows."""
-    rows, ctx_len = workload.batch_size, workload.ctx_len
-    tokens = random_tokens(workload).astype(np.int64)
-    numbers = np.arange(rows, dtype=np.int64)
-    return Batch(
-        ids_BT=tokens[:-1].reshape(rows, ctx_len).copy(),
-        targets_BT=tokens[1:].reshape(rows, ctx_len).copy(),
-        weights_BT=np.ones((rows, ctx_len), np.float32),
-        starts_BT=np.zeros((rows, ctx_len), np.bool_),
-        sequence_B=numbers,
-        window_B=numbers,
-    )
+    """One step's windows, of the same tokens."""
+    return random_rows(workload.batch_size, ctx_len=workload.ctx_len, vocab_size=workload.shape.vocab_size)

@@ -15,7 +15,17 @@ from rwkv_spec.spec.schema import at, default_of
 from rwkv_spec.spec.types import Spec
 
 # Free to change: they decide what is reported and kept, or how the same numbers are computed.
-_FREE = ("name", "work_dir", "version", "kernels", "train.micro_batch_size", "eval", "save", "log")
+_FREE = (
+    "name",
+    "work_dir",
+    "version",
+    "kernels",
+    "train.micro_batch_size",
+    "train.grad_checkpoint",
+    "eval",
+    "save",
+    "log",
+)
 # Free as words, since what they lead to is compared by hash.
 _BY_HASH = ("data.train", "data.store", "data.eval.path", "tokenizer.path", "checkpoint.path")
 _LENGTH = ("train.epochs", "train.steps", "train.tokens")

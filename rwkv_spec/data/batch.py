@@ -118,6 +118,20 @@ def read_windows(stream: Tokens, window_B: NDArray[np.int64], *, ctx_len: int, s
     return Batch(ids_BT, targets_BT, weights_BT, starts_BT, sequence_B, window_B)
 
 
+def random_batch(num_rows: int, *, ctx_len: int, vocab_size: int) -> Batch:
+    """Windows of random ids, the same at each call, of weight 1: for timing, and for comparing operators."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, num_rows * ctx_len + 1, dtype=np.int32).astype(np.int64)
+    numbers = np.arange(num_rows, dtype=np.int64)
+    return Batch(
+        ids_BT=tokens[:-1].reshape(num_rows, ctx_len).copy(),
+        targets_BT=tokens[1:].reshape(num_rows, ctx_len).copy(),
+        weights_BT=np.ones((num_rows, ctx_len), np.float32),
+        starts_BT=np.zeros((num_rows, ctx_len), np.bool_),
+        sequence_B=numbers,
+        window_B=numbers,
+    )
+
+
 def batches(
     stream: Tokens,
     *,

@@ -23,14 +23,19 @@ _OWN_STARTS = {"x052": rwkv5.initial_start, "x060": rwkv6.initial_start, "x070":
 
 
 def build_model(
-    shape: ModelShape, *, dropout: float = 0.0, backend: str = "auto", seed: int | None = 0
+    shape: ModelShape,
+    *,
+    dropout: float = 0.0,
+    backend: str = "auto",
+    grad_checkpoint: bool = False,
+    seed: int | None = 0,
 ) -> LanguageModel:
     """A float32 model on the CPU. `seed` None leaves all weights at zero, for a load_state that follows."""
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
     # On the meta device the layers' own random start costs nothing and moves no random state.
     with torch.device("meta"):
-        model = LanguageModel(shape, dropout=dropout, backend=backend)
+        model = LanguageModel(shape, dropout=dropout, backend=backend, grad_checkpoint=grad_checkpoint)
     model.to_empty(device="cpu")
     tensors = model.state_dict()
     with torch.no_grad():

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rwkv_spec.errors import KernelError
 from rwkv_spec.model.block import Block, ChannelMix, LayerState, TimeMix, final_norm
@@ -96,11 +99,15 @@ class State:
 
 
 class LanguageModel(nn.Module):
-    """An RWKV language model of the generation `shape.type`, under the published parameter names."""
+    """An RWKV language model of the generation `shape.type`, under the published parameter names.
 
-    def __init__(self, shape: ModelShape, *, dropout: float, backend: str) -> None:
+    With `grad_checkpoint` each block keeps its inputs alone, and is computed again in the backward pass.
+    """
+
+    def __init__(self, shape: ModelShape, *, dropout: float, backend: str, grad_checkpoint: bool = False) -> None:
         super().__init__()
         self.shape = shape
+        self.grad_checkpoint = grad_checkpoint
         self.backend = backend
         self._compiled_step: CompiledStep | None = None
         self.emb = nn.Embedding(shape.vocab_size, shape.n_embd)
@@ -212,8 +219,12 @@ class LanguageModel(nn.Module):
         added_BTC: Tensor | None = None
         v_first_BTC: Tensor | None = None
         layers = []
+        # Dropout is a function of its seeds: there is no random state to bring back.
+        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        run = again if self.grad_checkpoint and torch.is_grad_enabled() else _call
         for index, block in enumerate(self.blocks):
-            x_BTC, added_BTC, v_first_BTC, layer_state = block(
+            x_BTC, added_BTC, v_first_BTC, layer_state = run(
+                block,
                 x_BTC,
                 added_BTC,
                 v_first_BTC,
@@ -224,6 +235,10 @@ class LanguageModel(nn.Module):
             layers.append(layer_state)
         assert added_BTC is not None
         return x_BTC, added_BTC, layers
+
+
+def _call(block: nn.Module, *inputs: Tensor | None, **others: Any) -> Any:
+    return block(*inputs, **others)
 
 
 def _error(got: Tensor, want: Tensor) -> float:

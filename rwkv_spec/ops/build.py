@@ -85,7 +85,7 @@ def build_operator(
 ) -> Kernels:
     """As load_operator, with everything given. Where the cache cannot be written a temporary folder takes its place."""
 
-    recipe = Recipe(name, compiler, (*FLAGS, *machine_flags()), sources_of(name, folder), sizes_of(name))
+    recipe = Recipe(name, compiler, (*FLAGS, *machine_flags(compiler)), sources_of(name, folder), sizes_of(name))
     library, remark = load_recipe(recipe, cache, check)
     library.instructions.restype = ctypes.c_char_p
     return Kernels(library, compiler.name, library.instructions().decode(), remark)
@@ -206,12 +206,16 @@ def cache_folder() -> Path:
     return root / "rwkv_spec" / "kernels"
 
 
-def machine_flags() -> tuple[str, ...]:
+def machine_flags(compiler: Compiler) -> tuple[str, ...]:
     """What makes the compiler use all that this processor has, and what makes a library of the result."""
     machine = platform.machine().lower()
     native: tuple[str, ...] = ()
     if machine in ("x86_64", "amd64", "i686"):
         native = ("-march=native",)
+        if compiler.name.startswith("g++"):
+            # For some processors g++ leaves fused multiply-adds out of some loops and not of others: then a sum would
+            # depend on where it is made, and a sequence on how it is cut.
+            native += ("--param=avoid-fma-max-bits=0",)
     elif machine in ("arm64", "aarch64"):
         native = ("-mcpu=native",)
     return native if sys.platform == "win32" else (*native, "-fPIC")

@@ -5,37 +5,54 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Bytes of a value in memory. Under bf16 autocast about half of the saved tensors are fp32: norms, gates and sums.
+# Bytes of a value in memory. Under bf16 autocast plain torch keeps about half of the saved tensors in fp32.
 _VALUE_BYTES = {"fp32": 4, "bf16": 3, "fp64": 8}
+# What matrix products make and take, and compiled operators keep.
+_PRODUCT_BYTES = {"fp32": 4, "bf16": 2, "fp64": 8}
 _FILE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# The recurrence keeps its state once per so many tokens, in fp32 at least; compiled for the CPU, half as often.
-_STATE_CHUNK = 16
+# Logits that are made at once, and rows of them, at most.
+_LOGITS, _ROWS = 1 << 26, 2048
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Values that a block keeps for each token: C wide ones, those of inner sides of low-rank products, and others.
+    """Values that a block keeps for each token: C of each kind, and those of the inner sides of low-rank products.
 
-    `inner` is the width of the channel-mix in C; `recurrence` counts what is kept beside the states.
+    `values` and `wide` (float32 whatever the precision) are counts of C. `inner` is the width of the channel-mix in C,
+    kept so many times. The recurrence keeps its state once in `chunk` tokens, and `recurrence` values beside it.
     """
 
-    time_mix: int
-    channel_mix: int
-    inner: float
+    values: float
+    wide: int
     low_rank: int
     low_rank_per_root: int
     recurrence: int
+    chunk: int
 
 
-_BLOCKS = {
-    # Four mixed inputs (4); r, k, v (3); output, normed output, both sides of the gate's product, gate, gated sum (6).
-    "x052": _Block(time_mix=16, channel_mix=7, inner=3.5, low_rank=0, low_rank_per_root=0, recurrence=0),
-    # As x052, and six mixed inputs instead of four, w_raw, and five mixing weights.
-    "x060": _Block(time_mix=24, channel_mix=7, inner=3.5, low_rank=448, low_rank_per_root=0, recurrence=0),
-    # Six mixed inputs (6); r, w_raw, k, v, the two gates, g and their inner products (10); normalised and scaled keys,
-    # a and b of the recurrence (6); its output, the group norm, the bonus and the gated sum (6).
-    "x070": _Block(time_mix=31, channel_mix=3, inner=4.0, low_rank=0, low_rank_per_root=16, recurrence=1),
+# Plain torch. Both halves: norm, sum, difference to the previous token and its inputs (10).
+_PLAIN = {
+    # Mixed inputs (6); r, k, v (3); output, normed output, both sides of the gate's product, gate, gated sum (6); the
+    # channel-mix before and after the square, its gate and its value (9).
+    "x052": _Block(values=30, wide=0, low_rank=0, low_rank_per_root=0, recurrence=0, chunk=16),
+    # As x052, and two mixed inputs more, w_raw, and five mixing weights.
+    "x060": _Block(values=38, wide=0, low_rank=448, low_rank_per_root=0, recurrence=0, chunk=16),
+    # Mixed inputs (7); r, w_raw, k, v, the gates and g (8); normalised and scaled keys, a and b of the recurrence (6);
+    # its output, the group norm, the bonus and the gated sum (6); the channel-mix before and after the square (8).
+    "x070": _Block(values=42, wide=0, low_rank=0, low_rank_per_root=16, recurrence=1, chunk=16),
 }
+# Compiled: what the fused operators say that they save. Wide are the two sums.
+_COMPILED = {
+    # Mixed inputs (6); r, k, v, gate (4); y and what is gated (2); squares (3.5), gate and value (2).
+    "x052": _Block(values=17.5, wide=2, low_rank=0, low_rank_per_root=0, recurrence=0, chunk=32),
+    # As x052, and the token itself, the input of the shares, one mixed input, w_raw, and five added shares.
+    "x060": _Block(values=26.5, wide=2, low_rank=448, low_rank_per_root=0, recurrence=0, chunk=32),
+    # Mixed inputs (7); r, k, v and two low-rank products (5); w_raw, key, value, a and b (5); y, gate and what is
+    # gated (3); squares (4).
+    "x070": _Block(values=24, wide=2, low_rank=0, low_rank_per_root=16, recurrence=1, chunk=32),
+}
+# In the backward pass the gradients of about so many values of C a token live at once.
+_GRADIENTS = 12
 
 
 @dataclass(frozen=True)
@@ -72,27 +89,25 @@ def activation_bytes(
     vocab_size: int,
     precision: str,
     dropout: bool,
+    compiled: bool,
+    grad_checkpoint: bool,
 ) -> int:
-    """Bytes that autograd keeps for the backward pass of `num_tokens` tokens of a model, run at once.
+    """Bytes that one forward and backward pass of `num_tokens` tokens, run at once, takes beside the weights.
 
-    Counted in values a token, C wide. The time-mix: input and output of ln1, and the difference to the previous token
-    (3 C); then by generation what _BLOCKS says. The recurrence: the state once per 16 tokens, head_size / 16 values a
-    channel in fp32 (x070: and its product with a). The channel-mix: input, difference and mixed inputs, and its inner
-    width before and after the square. The ends of the model: two norms (4 C); logits, their log-softmax and its
-    gradient (3 V).
-
-    Tensors saved by the model sum to 0.7 to 0.85 of this where blocks and not logits dominate; the rest is left for the
-    gradients that live at once in the backward pass.
+    A block keeps what _PLAIN or _COMPILED says of it; with `grad_checkpoint` it keeps what goes into it, and one block
+    at a time has the rest. Then the gradients that live at once in a block's backward pass; the ends of the model with
+    the gradient of the last hidden vectors (5 C); one piece of logits with its softmax, and the head's gradient.
     """
-    value = _VALUE_BYTES[precision]
-    wide = max(4, value)
-    kept = _BLOCKS[type]
-    channels = kept.time_mix + kept.channel_mix + 2 * kept.inner + (2 if dropout else 0)
+    value = _PRODUCT_BYTES[precision] if compiled else _VALUE_BYTES[precision]
+    wide = max(4, _PRODUCT_BYTES[precision])
+    kept = (_COMPILED if compiled else _PLAIN)[type]
     low = kept.low_rank + kept.low_rank_per_root * math.sqrt(n_embd)
-    state = wide * n_embd * (head_size / _STATE_CHUNK + kept.recurrence)
-    block = value * (channels * n_embd + low) + state
-    ends = value * 4 * n_embd + wide * 3 * vocab_size
-    return int(num_tokens * (n_layer * block + ends))
+    block = n_embd * (value * (kept.values + (2 if dropout else 0)) + wide * kept.wide) + value * low
+    block += wide * n_embd * (head_size / kept.chunk + kept.recurrence)
+    layers = block + n_layer * n_embd * (wide + value) + value * n_embd if grad_checkpoint else n_layer * block
+    logits = min(num_tokens, _ROWS, max(1, _LOGITS // vocab_size)) * vocab_size * wide * 2
+    ends = wide * 5 * n_embd
+    return int(num_tokens * (layers + value * _GRADIENTS * n_embd + ends) + logits + wide * vocab_size * n_embd)
 
 
 def resident_bytes(num_parameters: int, num_untrained: int, *, activations: int, precision: str) -> Bytes:

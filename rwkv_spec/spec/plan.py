@@ -13,6 +13,7 @@ from fractions import Fraction
 from rwkv_spec.errors import Problem, SpecError
 from rwkv_spec.spec.cadence import Cadence, exact
 from rwkv_spec.spec.memory import Bytes, Disk, activation_bytes, disk_use, resident_bytes
+from rwkv_spec.spec.split import MicroBatch, num_micro_batches, pays, sizes_to_compare
 from rwkv_spec.spec.types import Spec
 
 
@@ -70,7 +71,9 @@ class Plan:
 
     `num_windows` is W, the sequences of an epoch; `steps_per_epoch` is W / batch_size and need not be whole.
     `total_tokens` is the length of the learning-rate schedule: train.tokens as given, else whole steps.
-    `accumulate` is the number of micro-batches that every process runs a step.
+    `accumulate` is the number of micro-batches that every process runs a step. `sizes_to_compare` are the micro-batch
+    sizes among which the fastest is to be measured, none where the size is settled; `compares_sizes` is true if a run
+    does that before it trains, since it is long enough. `eval_batch_size` is the documents scored at once.
     """
 
     num_tokens: int
@@ -89,6 +92,9 @@ class Plan:
     batch_size: int
     micro_batch_size: int
     accumulate: int
+    sizes_to_compare: tuple[int, ...]
+    compares_sizes: bool
+    eval_batch_size: int
     num_processes: int
     vocab_size: int
     precision: str
@@ -132,12 +138,16 @@ class _Length:
     warmup_steps: int
 
 
-def make_plan(spec: Spec, *, sizes: ModelSizes, data: DataStats, world: World) -> Plan:
-    """The plan of a run, or a SpecError with every reason why there is none."""
+def make_plan(
+    spec: Spec, *, sizes: ModelSizes, data: DataStats, world: World, micro_batch: MicroBatch | None = None
+) -> Plan:
+    """The plan of a run, or a SpecError with every reason why there is none.
+
+    `micro_batch` settles a train.micro_batch_size that is auto; without it, auto is the largest that fits.
+    """
     train = spec.train
     length = _length(spec, data, world)
-    share = math.ceil(Fraction(train.batch_size, world.num_processes))
-    micro_batch_size, notes = _micro_batch_size(spec, share, sizes, world)
+    split = _split(spec, length, sizes, world, micro_batch)
     eval_cadence, save_cadence, log_cadence = (
         Cadence(every, train.batch_size, train.ctx_len, length.num_windows, length.total_sequences)
         for every in (spec.eval.every, spec.save.every, spec.log.every)
@@ -158,8 +168,11 @@ def make_plan(spec: Spec, *, sizes: ModelSizes, data: DataStats, world: World) -
         warmup_steps=length.warmup_steps,
         lr_final=_lr_final(spec),
         batch_size=train.batch_size,
-        micro_batch_size=micro_batch_size,
-        accumulate=math.ceil(Fraction(share, micro_batch_size)),
+        micro_batch_size=split.size,
+        accumulate=num_micro_batches(split.share, split.size),
+        sizes_to_compare=split.sizes_to_compare,
+        compares_sizes=split.compares_sizes,
+        eval_batch_size=split.eval_batch_size,
         num_processes=world.num_processes,
         vocab_size=sizes.vocab_size,
         precision=world.precision,
@@ -170,7 +183,7 @@ def make_plan(spec: Spec, *, sizes: ModelSizes, data: DataStats, world: World) -
         bytes=resident_bytes(
             sizes.num_parameters,
             num_untrained,
-            activations=_activations(spec, micro_batch_size, sizes, world),
+            activations=_activations(spec, split.size, sizes, world),
             precision=world.precision,
         ),
         disk=disk_use(
@@ -181,7 +194,7 @@ def make_plan(spec: Spec, *, sizes: ModelSizes, data: DataStats, world: World) -
             save_dtype=spec.save.dtype,
             precision=world.precision,
         ),
-        notes=notes,
+        notes=split.notes,
     )
 
 
@@ -242,19 +255,47 @@ def _lr_final(spec: Spec) -> float:
     return spec.scheduler.lr_final
 
 
-def _micro_batch_size(spec: Spec, share: int, sizes: ModelSizes, world: World) -> tuple[int, tuple[str, ...]]:
+@dataclass(frozen=True)
+class _Split:
+    share: int
+    size: int
+    eval_batch_size: int
+    notes: tuple[str, ...] = ()
+    sizes_to_compare: tuple[int, ...] = ()
+    compares_sizes: bool = False
+
+
+def _split(spec: Spec, length: _Length, sizes: ModelSizes, world: World, micro_batch: MicroBatch | None) -> _Split:
     """Sequences that a process runs at once, and what is worth telling about it."""
-    given = spec.train.micro_batch_size
+    train = spec.train
+    share = math.ceil(Fraction(train.batch_size, world.num_processes))
+    given = train.micro_batch_size
     if given != "auto":
-        if given > share:
-            return share, (f"train.micro_batch_size {given} is cut to {share}, a process's whole share of batch_size",)
-        return given, ()
-    if world.memory_bytes is None:
-        return share, ()
-    micro = share
-    while micro > 1 and _activations(spec, micro, sizes, world) > 0.4 * world.memory_bytes:
-        micro = math.ceil(micro / 2)
-    return micro, ()
+        size = min(given, share)
+        # What a state recorded was measured for training: documents are scored as they were before the resume.
+        at_once = size if spec.is_given("train.micro_batch_size") else _largest(spec, share, sizes, world)
+        note = f"train.micro_batch_size {given} is cut to {share}, a process's whole share of batch_size"
+        return _Split(share, size, at_once, (note,) if given > share else ())
+    largest = _largest(spec, share, sizes, world)
+    if micro_batch is not None:
+        notes = (micro_batch.reason,) if micro_batch.reason else ()
+        return _Split(share, min(micro_batch.size, share), largest, notes)
+    if world.device != "cpu" or largest == 1:
+        return _Split(share, largest, largest)
+    among = sizes_to_compare(share, largest)
+    if not pays(among, num_sequences=length.total_sequences // world.num_processes):
+        return _Split(share, largest, largest, sizes_to_compare=among)
+    note = f"micro-batch {largest} of {share}, unless a smaller one turns out faster: measured at the start of the run"
+    return _Split(share, largest, largest, (note,), among, compares_sizes=True)
+
+
+def _largest(spec: Spec, share: int, sizes: ModelSizes, world: World) -> int:
+    """Sequences of `share` whose activations fit into two fifths of a process's memory."""
+    size = share
+    if world.memory_bytes is not None:
+        while size > 1 and _activations(spec, size, sizes, world) > 0.4 * world.memory_bytes:
+            size = math.ceil(size / 2)
+    return size
 
 
 def _activations(spec: Spec, micro_batch_size: int, sizes: ModelSizes, world: World) -> int:
@@ -267,4 +308,6 @@ def _activations(spec: Spec, micro_batch_size: int, sizes: ModelSizes, world: Wo
         vocab_size=sizes.vocab_size,
         precision=world.precision,
         dropout=spec.dropout > 0,
+        compiled=world.device == "cpu" and world.backend == "cpu",
+        grad_checkpoint=spec.train.grad_checkpoint,
     )

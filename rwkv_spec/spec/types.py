@@ -91,6 +91,7 @@ class Train:
     steps: int | None
     tokens: int | None
     precision: str
+    grad_checkpoint: bool
     grad_clip: float
     l2wrap: float
 

@@ -96,7 +96,7 @@ def steps(
         set_lr(optimizer, lr)
         (total_weight,) = engine.sum([float(batch.weights_BT.sum(dtype=np.float64))])
         optimizer.zero_grad(set_to_none=True)
-        loss_sum = _accumulate(
+        loss_sum = accumulate_gradients(
             model,
             batch.split(micro_batch_size, num_micro_batches),
             objective,
@@ -122,7 +122,7 @@ def steps(
         )
 
 
-def _accumulate(
+def accumulate_gradients(
     model: torch.nn.Module,
     micro_batches: list[Batch],
     objective: Objective,
@@ -131,7 +131,7 @@ def _accumulate(
     total_weight: float,
     seed: int,
 ) -> float:
-    """Add the gradients of all micro-batches up; returns this process's weighted sum of losses."""
+    """Forward, loss and backward of each micro-batch, gradients added up; this process's weighted sum of losses."""
     loss_sum = 0.0
     for index, micro in enumerate(micro_batches):
         ids, targets, weights = (

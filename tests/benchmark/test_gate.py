@@ -72,7 +72,7 @@ def test_a_wrong_operator_is_told_and_nothing_is_timed(
 def plant(cache: Path, folder: Path, old: str, new: str) -> None:
     """The operator with one text of its sources exchanged, in the place of the true one."""
     sources = sources_of("wkv7", source_folder())
-    recipe = Recipe("wkv7", find_compiler(), (*FLAGS, *machine_flags()), sources, sizes_of("wkv7"))
+    recipe = Recipe("wkv7", find_compiler(), (*FLAGS, *machine_flags(find_compiler())), sources, sizes_of("wkv7"))
     folder.mkdir()
     for path in sources:
         (folder / path.name).write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")

@@ -26,5 +26,6 @@ def tiny_workload(type: str = "x070", *, precision: str = "fp32", backend: str =
         beta2=0.99,
         eps=1e-8,
         weight_decay=0.1,
+        grad_checkpoint=False,
         seed=0,
     )

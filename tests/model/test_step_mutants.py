@@ -50,7 +50,8 @@ def build_mutant(folder: Path, old: str, new: str) -> ctypes.CDLL:
         places += text.count(old)
         (folder / path.name).write_text(text.replace(old, new), encoding="utf-8")
     assert places == 1, "the mutant's place is gone from the sources"
-    command = [*find_compiler().command, *FLAGS, *machine_flags(), "-w", "-DHEAD_SIZE=0", "-shared"]
+    compiler = find_compiler()
+    command = [*compiler.command, *FLAGS, *machine_flags(compiler), "-w", "-DHEAD_SIZE=0", "-shared"]
     subprocess.run([*command, str(folder / "step.cpp"), "-o", str(folder / "mutant.so")], check=True)
     return ctypes.CDLL(str(folder / "mutant.so"))
 

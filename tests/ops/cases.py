@@ -66,7 +66,7 @@ def build_mutant(operator: str, head_size: int, folder: Path, old: str, new: str
         (folder / path.name).write_text(text.replace(old, new), encoding="utf-8")
     assert places == 1, "the mutant's place is gone from the sources"
     # It runs on a few tokens: without optimisation both together take the least time.
-    flags = (*FLAGS, *machine_flags(), "-w", "-O0", f"-DHEAD_SIZE={head_size}", "-shared")
+    flags = (*FLAGS, *machine_flags(find_compiler()), "-w", "-O0", f"-DHEAD_SIZE={head_size}", "-shared")
     library = folder / "mutant.so"
     subprocess.run([*find_compiler().command, *flags, str(folder / f"{operator}.cpp"), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))

@@ -46,7 +46,7 @@ BROKEN: dict[str, tuple[dict[int, str], list[str], str]] = {
         ["2:18: data.fraction"], "write eval"),
     "misspelt section": ({3: "tokeniser: {type: bytes}"}, ["3:1: tokeniser"], "tokenizer?"),
     "key of another library": ({5: "train: {epochs: 2, grad_cp: 1}"},
-        ["5:20: train.grad_cp"], "not part of this version"),
+        ["5:20: train.grad_cp"], "here this is train.grad_checkpoint"),
     "accumulation": ({5: "train: {epochs: 2, gradient_accumulation_steps: 4}"},
                      ["5:20: train.gradient_accumulation_steps"], "accumulation is derived"),
     "launch config": ({11: "devices: 4"}, ["11:1: devices"], "accelerate config"),

@@ -15,7 +15,8 @@ from rwkv_spec.errors import SpecError
 from rwkv_spec.spec.describe import describe
 from rwkv_spec.spec.memory import activation_bytes
 from rwkv_spec.spec.plan import DataStats, ModelSizes, Plan, World, make_plan
-from rwkv_spec.spec.types import Spec
+from rwkv_spec.spec.split import MicroBatch
+from rwkv_spec.spec.types import Source, Spec
 from rwkv_spec.spec.validate import validate
 
 SIZES = ModelSizes(
@@ -190,6 +191,8 @@ def test_auto_halves_until_the_activations_fit() -> None:
             vocab_size=361,
             precision="fp32",
             dropout=False,
+            compiled=WORLD.backend == "cpu",
+            grad_checkpoint=False,
         )
 
     spec = spec_of(train={"steps": 1, "ctx_len": 8, "batch_size": 21})
@@ -199,6 +202,48 @@ def test_auto_halves_until_the_activations_fit() -> None:
         assert (plan.micro_batch_size, plan.accumulate) == (micro, accumulate)
         assert plan.bytes.activations == need(micro)
     assert plan_of(spec, world=dataclasses.replace(WORLD, memory_bytes=1)).micro_batch_size == 1
+
+
+def test_a_long_run_on_a_cpu_compares_sizes_and_no_other_does() -> None:
+    long, short = train(steps=700), train(steps=300)
+    plan = plan_of(long)
+    assert (plan.micro_batch_size, plan.sizes_to_compare, plan.compares_sizes) == (4, (1, 2, 4), True)
+    assert "measured at the start of the run" in plan.notes[0]
+    plan = plan_of(short)
+    assert (plan.sizes_to_compare, plan.compares_sizes, plan.notes) == ((1, 2, 4), False, ())
+    for spec, world in (
+        (long, dataclasses.replace(WORLD, device="cuda")),
+        (long, dataclasses.replace(WORLD, num_processes=4)),
+        (train(steps=700, micro_batch_size=2), WORLD),
+    ):
+        plan = plan_of(spec, world=world)
+        assert (plan.sizes_to_compare, plan.compares_sizes, plan.notes) == ((), False, ())
+    # Each of two processes has half of the work.
+    halves = dataclasses.replace(WORLD, num_processes=2)
+    assert plan_of(train(steps=300), world=halves).compares_sizes
+    assert not plan_of(train(steps=299), world=halves).compares_sizes
+
+
+def test_a_settled_micro_batch_is_what_is_planned_with() -> None:
+    stats, choice = DataStats(81, 5, 2, 20), MicroBatch(3, "for a reason")
+    plan = make_plan(train(steps=700), sizes=SIZES, data=stats, world=WORLD, micro_batch=choice)
+    assert (plan.micro_batch_size, plan.accumulate, plan.notes) == (3, 2, ("for a reason",))
+    assert plan.sizes_to_compare == () and not plan.compares_sizes
+    larger = make_plan(train(steps=700), sizes=SIZES, data=stats, world=WORLD)
+    assert plan.bytes.activations == 3 * larger.bytes.activations // 4
+    given = train(steps=700, micro_batch_size=2)
+    assert make_plan(given, sizes=SIZES, data=stats, world=WORLD, micro_batch=choice).micro_batch_size == 2
+
+
+def test_documents_are_scored_in_batches_that_no_measurement_changes() -> None:
+    stats, spec = DataStats(81, 5, 2, 20), train(steps=700)
+    settled = make_plan(spec, sizes=SIZES, data=stats, world=WORLD, micro_batch=MicroBatch(1, ""))
+    # As a resume has it, which takes the size from the state.
+    sources = {**spec.sources, "train.micro_batch_size": Source("derived")}
+    resumed = dataclasses.replace(spec, train=dataclasses.replace(spec.train, micro_batch_size=1), sources=sources)
+    assert [plan.eval_batch_size for plan in (plan_of(spec), settled, plan_of(resumed))] == [4, 4, 4]
+    assert plan_of(resumed).micro_batch_size == 1
+    assert plan_of(train(steps=700, micro_batch_size=2)).eval_batch_size == 2
 
 
 def test_bytes_in_memory_and_on_disk() -> None:
