@@ -23,6 +23,8 @@ from rwkv_spec.ops.fused import CHANNELS_OF_A_VECTOR
 from rwkv_spec.ops.gated_norm import Bonus, gated_norm
 from rwkv_spec.ops.norm_mix import norm_mix
 from rwkv_spec.ops.relu2 import relu2
+from rwkv_spec.ops.sigmoid_gate import sigmoid_gate
+from rwkv_spec.ops.token_mix import NUM_OUTPUTS, token_mix
 from rwkv_spec.ops.wkv7_prepare import Residual, wkv7_prepare
 
 GATE_OF = {DTYPES[name]: gate for name, gate in GATES.items()}
@@ -118,11 +120,34 @@ def call_wkv7_prepare(make: Maker) -> Call:
     return Call(inputs, apply)
 
 
+def call_token_mix(make: Maker) -> Call:
+    sequences = (make.B, make.T, make.C)
+    inputs = {
+        "x": make.rows().view(sequences),
+        "added": torch.stack([make.rows() for _ in range(NUM_OUTPUTS)]),
+        "shares": make.wide(NUM_OUTPUTS, make.C),
+    }
+
+    def apply(x: dict[str, Tensor], dtype: torch.dtype, backend: str) -> Outputs:
+        return token_mix(*x.values(), first_BC=None, starts_BT=None, backend=backend)
+
+    return Call(inputs, apply)
+
+
+def call_sigmoid_gate(make: Maker) -> Call:
+    def apply(x: dict[str, Tensor], dtype: torch.dtype, backend: str) -> Outputs:
+        return (sigmoid_gate(*x.values(), backend=backend),)
+
+    return Call({"gate": make.rows(), "value": make.rows()}, apply)
+
+
 FUSED: dict[str, Callable[[Maker], Call]] = {
     "norm_mix": call_norm_mix,
     "relu2": call_relu2,
     "gated_norm": call_gated_norm,
     "wkv7_prepare": call_wkv7_prepare,
+    "token_mix": call_token_mix,
+    "sigmoid_gate": call_sigmoid_gate,
 }
 
 

@@ -79,6 +79,16 @@ struct Rows {
           end(smaller(begin + call.sizes[3], call.sizes[0])) {}
 };
 
+// Sequences of T tokens, from the sizes B, T, C, mixed outputs, rows of a piece. A piece is a run of one sequence's tokens.
+struct Sequences {
+    int64_t T, C, run, of_a_sequence;
+
+    explicit Sequences(const Call& call)
+        : T(call.sizes[1]), C(call.sizes[2]), run(call.sizes[4]), of_a_sequence((T + run - 1) / run) {}
+};
+
+inline bool marked(const uint8_t* starts, int64_t t) { return starts != nullptr && starts[t] != 0; }
+
 typedef void Piece(const Call&, int64_t, Nothing&);
 
 template <Piece IN_FLOAT, Piece IN_BF16>

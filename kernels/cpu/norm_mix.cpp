@@ -10,15 +10,6 @@
 
 namespace {
 
-struct Sizes {
-    int64_t T, C, run, of_a_sequence;
-
-    explicit Sizes(const Call& call)
-        : T(call.sizes[1]), C(call.sizes[2]), run(call.sizes[4]), of_a_sequence((T + run - 1) / run) {}
-};
-
-bool marked(const uint8_t* starts, int64_t t) { return starts != nullptr && starts[t] != 0; }
-
 // The sum of one row into `row` and, if there is room, into `kept`; its mean and 1/deviation.
 template <class T>
 INLINE Stats add_row(const float* x, const T* added, float* row, float* kept, int64_t C, float eps) {
@@ -43,7 +34,7 @@ INLINE V normed(V value, Stats s, const float* weight, const float* bias) {
 
 template <int M, class T>
 APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
-    const Sizes z(call);
+    const Sequences z(call);
     const int64_t C = z.C, b = piece / z.of_a_sequence, begin = piece % z.of_a_sequence * z.run;
     const int64_t end = smaller(begin + z.run, z.T), row0 = b * z.T;
     const float *weight = call.tensor<float>(2), *bias = call.tensor<float>(3), *shares = call.tensor<float>(4);
@@ -81,10 +72,11 @@ APART void forward_piece(const Call& call, int64_t piece, Nothing&) {
     if (end == z.T) std::memcpy(call.row<float>(9, b, C), before, C * sizeof(float));
 }
 
-// What the tokens of a piece get, from its last one to its first: a token's part for the one before it is carried.
+// What the tokens of a piece get, from its last one to its first: a token's part for the one before it is carried. Rows
+// are walked through downwards, too: processors fetch ahead badly where rows go one way and channels the other.
 template <int M, class T>
 APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
-    const Sizes z(call);
+    const Sequences z(call);
     const int64_t C = z.C, b = piece / z.of_a_sequence, begin = piece % z.of_a_sequence * z.run;
     const int64_t end = smaller(begin + z.run, z.T), row0 = b * z.T;
     const float *weight = call.tensor<float>(2), *bias = call.tensor<float>(3), *shares = call.tensor<float>(4);
@@ -109,7 +101,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         const float* sum = call.row<float>(0, row0 + t, C);
         Stats s;
         std::memcpy(&s, call.row<float>(1, row0 + t, 2), sizeof s);
-        for (int64_t c = 0; c < C; c += W) put(to + c, normed(get(sum + c), s, weight + c, bias + c));
+        for (int64_t c = C - W; c >= 0; c -= W) put(to + c, normed(get(sum + c), s, weight + c, bias + c));
     };
     norm_again(end - 1, now);
     for (int64_t t = end - 1; t >= begin; t--) {
@@ -123,7 +115,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         Stats s;
         std::memcpy(&s, call.row<float>(1, row, 2), sizeof s);
         V along_one = V{}, along_x = V{};
-        for (int64_t c = 0; c < C; c += W) {
+        for (int64_t c = C - W; c >= 0; c -= W) {
             const V off = get(before + c) - get(now + c);
             V total = V{}, part = V{};
             UNROLL
@@ -147,7 +139,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         const float one = sum_of(along_one) / C, slope = sum_of(along_x) / C;
         float* const dx = call.row<float>(9, row, C);
         T* const dadded = call.row<T>(10, row, C);
-        for (int64_t c = 0; c < C; c += W) {
+        for (int64_t c = C - W; c >= 0; c -= W) {
             const V x = (get(sum + c) - s.mean) * s.scale;
             V grad = (get(dnormed + c) - one - x * slope) * s.scale;
             if (dsum != nullptr) grad += get(dsum + c);
@@ -165,13 +157,13 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
 
 template <int M>
 int forward(const Call& call, bool bf16, int64_t num_threads, Parallel parallel) {
-    const int64_t pieces = call.sizes[0] * Sizes(call).of_a_sequence;
+    const int64_t pieces = call.sizes[0] * Sequences(call).of_a_sequence;
     return start<forward_piece<M, float>, forward_piece<M, uint16_t>>(call, bf16, pieces, num_threads, parallel);
 }
 
 template <int M>
 int backward(const Call& call, bool bf16, int64_t num_threads, Parallel parallel) {
-    const int64_t pieces = call.sizes[0] * Sizes(call).of_a_sequence;
+    const int64_t pieces = call.sizes[0] * Sequences(call).of_a_sequence;
     return start<backward_piece<M, float>, backward_piece<M, uint16_t>>(call, bf16, pieces, num_threads, parallel);
 }
 

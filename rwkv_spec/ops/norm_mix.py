@@ -150,7 +150,7 @@ def _check(library: ctypes.CDLL) -> None:
     # What inference mode makes could not be saved.
     with torch.inference_mode(False):
         starts = torch.zeros(B, T, dtype=torch.bool, device="cpu")
-    starts[0, 5] = starts[1, ROWS_OF_A_PIECE] = True
+    starts[0, ROWS_OF_A_PIECE] = starts[1, 5] = True
     for M in _COMPILED_COUNTS:
         inputs = normal(1, (B, T, C), (B, T, C), (C,), (C,), (M, C), (B, C))
 

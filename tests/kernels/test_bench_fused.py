@@ -17,7 +17,7 @@ from tests.ops.cases import compiled
 
 FOLDER = Path(__file__).parents[2] / "kernels"
 SMALL = ["--shape", "1,20,1,16", "--dtype", "fp32", "--seconds", "0"]
-NAMES = ("norm_mix", "relu2", "gated_norm", "wkv7_prepare")
+NAMES = ("norm_mix", "relu2", "gated_norm", "wkv7_prepare", "token_mix", "sigmoid_gate")
 
 
 @pytest.fixture

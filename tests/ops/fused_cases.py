@@ -18,6 +18,8 @@ from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator
 from rwkv_spec.ops.gated_norm import GATED_NORM, Bonus, gated_norm
 from rwkv_spec.ops.norm_mix import NORM_MIX, norm_mix
 from rwkv_spec.ops.relu2 import RELU2, relu2
+from rwkv_spec.ops.sigmoid_gate import SIGMOID_GATE, sigmoid_gate
+from rwkv_spec.ops.token_mix import TOKEN_MIX, token_mix
 from rwkv_spec.ops.wkv7_prepare import WKV7_PREPARE, Residual, wkv7_prepare
 from tests.ops.cases import GATE, error_ratio
 
@@ -230,6 +232,39 @@ def wkv7_prepare_case(R: int, H: int, N: int, dtype: torch.dtype, *, residual: b
     return Case(dtype, inputs, run)
 
 
+def token_mix_case(
+    T: int,
+    C: int,
+    dtype: torch.dtype,
+    *,
+    B: int = 2,
+    first: bool = True,
+    starts: bool = True,
+    flags: Tensor | None = None,
+) -> Case:
+    make = Maker(dtype, B, T, C)
+    inputs = {"x": make.rows(B, T, C), "added": make.rows(5, B * T, C, scale=0.3), "shares": make.share(5, C)}
+    if first:
+        inputs["first"] = make.wide(B, C)
+    starts_BT = (make.starts(B, T) if flags is None else flags) if starts else None
+
+    def run(x: Tensors, dtype: torch.dtype, backend: str) -> Tensors:
+        main = (x["x"], x["added"], x["shares"])
+        mixed = token_mix(*main, first_BC=x.get("first"), starts_BT=starts_BT, backend=backend)
+        return {f"mixed_{m}": y for m, y in enumerate(mixed)}
+
+    return Case(dtype, inputs, run)
+
+
+def sigmoid_gate_case(R: int, C: int, dtype: torch.dtype) -> Case:
+    make = Maker(dtype, R, C)
+
+    def run(x: Tensors, dtype: torch.dtype, backend: str) -> Tensors:
+        return {"out": sigmoid_gate(x["gate"], x["value"], backend=backend)}
+
+    return Case(dtype, {"gate": make.rows(R, C, scale=2.0), "value": make.rows(R, C)}, run)
+
+
 @dataclass(frozen=True)
 class Example:
     """A usual call of an operator, for what is promised of all of them."""
@@ -253,6 +288,11 @@ EXAMPLES = {
     "wkv7_prepare of block 0": Example(
         WKV7_PREPARE, lambda R, C, dtype: wkv7_prepare_case(R, C // 16, 16, dtype, residual=False)
     ),
+    "token_mix": Example(TOKEN_MIX, lambda R, C, dtype: token_mix_case(R, C, dtype, B=1)),
+    "token_mix of x alone": Example(
+        TOKEN_MIX, lambda R, C, dtype: token_mix_case(R, C, dtype, B=1, first=False, starts=False)
+    ),
+    "sigmoid_gate": Example(SIGMOID_GATE, sigmoid_gate_case),
 }
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=list(EXAMPLES))
 

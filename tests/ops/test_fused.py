@@ -26,9 +26,14 @@ from tests.ops.fused_cases import (
     every_example,
     every_operator,
     expected,
+    gated_norm_case,
+    norm_mix_case,
     outputs_of,
     poisoned_memory,
     results,
+    sigmoid_gate_case,
+    token_mix_case,
+    wkv7_prepare_case,
 )
 
 
@@ -101,11 +106,18 @@ def test_rows_in_two_dtypes_are_run_by_the_reference(example: Example) -> None:
 
 
 @compiled
-def test_a_width_that_no_vector_fills_is_run_by_the_reference() -> None:
-    for C, runs in ((8, False), (16, True), (24, False), (32, True), (40, False)):
-        x = torch.ones(1, C)
-        library = NORM_MIX.library("cpu", x.device, rows=(), dtype=torch.float32, wide=(x,), channels=C)
-        assert (library is not None) == runs
+@every_dtype
+@pytest.mark.parametrize("width", [8, 24, 40])
+def test_a_width_that_no_vector_fills_is_run_by_the_reference(width: int, dtype: torch.dtype) -> None:
+    for case in (
+        norm_mix_case(3, width, dtype),
+        gated_norm_case(3, 2, width, dtype, bonus=True),
+        wkv7_prepare_case(3, 2, width, dtype, residual=True),
+        token_mix_case(3, width, dtype),
+        sigmoid_gate_case(3, width, dtype),
+    ):
+        assert not is_compiled(case, "cpu")
+        assert same_bits(results(case, "cpu"), results(case, "torch"))
 
 
 @compiled
@@ -117,6 +129,8 @@ def test_torch_compile_takes_the_reference_whole(example: Example) -> None:
     def function(x: Tensors) -> Tensors:
         return case.run(x, case.dtype, "cpu")
 
+    # Every example is the same function to it, of which it makes but few forms.
+    torch.compiler.reset()
     traced = torch.compile(function, fullgraph=True, backend="aot_eager")(case.inputs)
     assert same_bits(traced, case.run(case.inputs, case.dtype, "torch"))
 
@@ -127,10 +141,13 @@ def test_a_backend_that_does_not_exist_is_named(example: Example) -> None:
         outputs_of(example.make(3, 32, torch.float32), "gpu")
 
 
-@compiled
-def test_a_dtype_that_compiled_code_does_not_take_is_named() -> None:
-    with pytest.raises(KernelError, match="take float32 and bfloat16, not float16"):
-        RELU2.library("cpu", torch.device("cpu"), rows=(torch.ones(1, dtype=torch.float16),), dtype=torch.float16)
+@pytest.mark.parametrize("backend", ["auto", "cpu", "cuda"])
+def test_what_compiled_code_cannot_do_is_run_by_the_reference_whatever_was_asked_for(backend: str) -> None:
+    for dtype, device in ((torch.float16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")):
+        x = torch.ones(1, dtype=dtype, device=device)
+        assert RELU2.library(backend, x.device, rows=(x,), dtype=dtype) is None
+    x = torch.ones(1)
+    assert RELU2.library("cuda", x.device, rows=(x,), dtype=torch.float32) is None
 
 
 # ---- a fresh build ----

@@ -15,6 +15,7 @@ from rwkv_spec.ops.wkv7_prepare import NORMALIZE_EPS
 from tests.ops.cases import build_mutant, compiled
 from tests.ops.fused_cases import OPERATORS, every_operator
 
+SHARE, ADDED = "get(shares + m * C + c)", "get(added[m] + c)"
 LAST_ROW = "row++) {\n        const T *a_low"
 MUTANTS = {
     "norm_mix": {
@@ -24,6 +25,7 @@ MUTANTS = {
         "gradient across a start": ("clear ? V{} : part", "part"),
         "gradient across a start between pieces": ("end < z.T && !marked(starts, end)", "end < z.T"),
         "gradient lost between pieces": ("if (end < z.T && !", "if (end > z.T && !"),
+        "gradient of another sequence's piece": ("row0 + end, C)", "end, C)"),
         "norm lost between pieces": ("if (begin > 0) {", "if (begin > z.T) {"),
         "norm lost behind a start": ("if (clear && t > begin) norm_again(t - 1, before);", ""),
         "forgotten first": ("else if (first != nullptr)", "else if (first == nullptr)"),
@@ -79,6 +81,27 @@ MUTANTS = {
         "v0's gradient of one row only": ("add_to(dv0 + c,", "put(dv0 + c,"),
         "k_k's gradient of one row only": ("add_to(dk_k + c,", "put(dk_k + c,"),
         "last rows left out": (f"row < z.end; {LAST_ROW}", f"row < z.end - 1; {LAST_ROW}"),
+    },
+    "token_mix": {
+        "gradient across a start": ("clear ? V{} : moved", "moved"),
+        "forgotten share of the next token": ("get(own + c) + handed_on", "get(own + c)"),
+        "a share that moves on and stays": ("total - moved", "total"),
+        "forgotten starts": ("starts != nullptr && starts[t] != 0", "starts != nullptr && starts[t] > 1"),
+        "gradient across a start between pieces": ("end < z.T && !marked(starts, end)", "end < z.T"),
+        "gradient lost between pieces": ("= end < z.T && !", "= end > z.T && !"),
+        "gradient of another sequence's piece": ("row = b * z.T + end;", "row = end;"),
+        "forgotten first": (": call.row<float>(first_tensor, b, C))", ": nullptr)"),
+        "forgotten gradient of first": ("put(dfirst + c, handed_on)", "put(dfirst + c, V{})"),
+        "added left out": (f"own + delta * ({SHARE} + {ADDED})", f"own + delta * {SHARE}"),
+        "added left out of x's gradient": (f"moved += grad * ({SHARE} + {ADDED})", f"moved += grad * {SHARE}"),
+        "added left out between pieces": (f"share = {SHARE} + get(", f"share = {SHARE} + 0.0f * get("),
+        "shares' gradient of one token only": ("add_to(sums + m * C + c,", "put(sums + m * C + c,"),
+    },
+    "sigmoid_gate": {
+        "gate's gradient without its slope": (" * opened.slope()", ""),
+        "no value in the gate's gradient": ("grad * get(value + n)", "grad"),
+        "value's gradient not gated": ("grad * opened.value", "grad"),
+        "last numbers left out": ("n < end; n += W) put(out", "n + W < end; n += W) put(out"),
     },
 }
 
