@@ -14,6 +14,7 @@ from rwkv_spec.model.initial import Ramps
 from rwkv_spec.ops.gated_norm import gated_norm
 from rwkv_spec.ops.reference import wkv6_reference
 from rwkv_spec.ops.relu2 import relu2
+from rwkv_spec.ops.sigmoid_gate import sigmoid_gate
 
 
 def gated_output(y_RC: Tensor, gate_RC: Tensor, *, ln_x: nn.GroupNorm, output: nn.Linear, backend: str) -> Tensor:
@@ -50,8 +51,7 @@ def gated_channels(
     mixed_k: Tensor, mixed_r: Tensor, *, key: nn.Linear, receptance: nn.Linear, value: nn.Linear, backend: str
 ) -> Tensor:
     """The channel-mix of mixed inputs [..., C]: squared ReLU, and a sigmoid gate on what comes out."""
-    out: Tensor = torch.sigmoid(receptance(mixed_r)) * value(relu2(key(mixed_k), backend=backend))
-    return out
+    return sigmoid_gate(receptance(mixed_r), value(relu2(key(mixed_k), backend=backend)), backend=backend)
 
 
 def head_vectors_dtype(r: Tensor) -> torch.dtype:
