@@ -198,7 +198,10 @@ def gated_norm_case(R: int, H: int, N: int, dtype: torch.dtype, *, bonus: bool) 
         "bias": make.wide(C, scale=0.3),
     }
     if bonus:
-        inputs |= {name: make.rows(R, C) for name in ("r", "k", "v")} | {"r_k": make.wide(H, N, scale=0.3)}
+        inputs |= {name: make.rows(R, C) for name in ("r", "k", "v")}
+        # So that the sum over a head is none of numbers that cancel: of a single row it would have few right digits.
+        inputs["k"] = (0.5 * inputs["k"] + inputs["r"]).to(dtype)
+        inputs["r_k"] = make.wide(H, N, scale=0.3, middle=0.5)
 
     def run(x: Tensors, dtype: torch.dtype, backend: str) -> Tensors:
         own = Bonus(x["r"], x["k"], x["v"], x["r_k"]) if bonus else None
