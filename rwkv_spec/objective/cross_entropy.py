@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.softmax_loss import softmax_loss
 
@@ -95,6 +96,7 @@ class _HeadAndLoss(torch.autograd.Function):
         return loss_R.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_RC, dhead_VC = ctx.saved_tensors
         return dhidden_RC.mul_(upstream[0]), dhead_VC.mul_(upstream[0]), None, None, None, None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
@@ -104,6 +105,7 @@ class _GatedNorm(torch.autograd.Function):
         return out_RC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         y_RC, gate_RC, r_RC, k_RC, v_RC, weight_C, _, r_k_HN = given

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
@@ -123,6 +124,7 @@ class _NormMix(torch.autograd.Function):
         return x_BTC.new_empty(0) if sum_BTC is None else sum_BTC, last_BC, *mixed_BTC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sum_BTC, stats_BT2, weight_C, bias_C, shares_MC, first_BC, starts_BT = ctx.saved_tensors
         B, T, C, M, _ = ctx.sizes

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import FusedOperator, call, normal, try_build
 
@@ -38,6 +39,7 @@ class _Relu2(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         (y,) = ctx.saved_tensors
         grad = grads[0].contiguous()

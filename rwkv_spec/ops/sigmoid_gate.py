@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import FusedOperator, call, normal, try_build
 
@@ -39,6 +40,7 @@ class _SigmoidGate(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
         gate, value = ctx.saved_tensors
         dgate, dvalue = torch.empty_like(gate), torch.empty_like(value)

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
@@ -81,6 +82,7 @@ class _TokenMix(torch.autograd.Function):
         return mixed_BTC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         x_BTC, added_5RC, shares_5C, first_BC, _ = given

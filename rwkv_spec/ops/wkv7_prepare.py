@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
 
@@ -141,6 +142,7 @@ class _Wkv7Prepare(torch.autograd.Function):
         return w_raw_RC, new_k_RC, a_RC, b_RC, *(() if mixed_RC is None else (mixed_RC,))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         k_RC, v_RC = given[1], given[2]

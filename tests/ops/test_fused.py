@@ -364,6 +364,17 @@ def test_only_what_is_promised_is_saved(example: Example, dtype: torch.dtype) ->
 
 
 @compiled
+@compiled
+@every_example
+def test_a_gradient_of_a_gradient_is_an_error_and_no_zero(example: Example) -> None:
+    leaves, outputs = outputs_of(example.make(5, 32, torch.float32), "cpu")
+    graded = [x for x in leaves.values() if x.requires_grad]
+    total = torch.stack([x.square().sum() for x in outputs.values()]).sum()
+    gradients = torch.autograd.grad(total, graded, create_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.stack([x.sum() for x in gradients if x is not None]).sum().backward()
+
+
 def test_every_operator_has_a_library_of_its_own() -> None:
     libraries = [operator_of_this_machine(operator).library for operator in OPERATORS.values()]
     assert all(isinstance(library, ctypes.CDLL) for library in libraries)
