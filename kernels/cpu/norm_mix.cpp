@@ -83,13 +83,14 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
     const float *first = call.row<float>(5, b, C), *dlast = call.row<float>(8, b, C);
     const uint8_t* starts = call.row<uint8_t>(6, b, z.T);
     // The sums of this piece: of the shares, the norm's weight and its bias; then room to work in.
-    float* const sums = call.row<float>(12, piece, (M + 6) * C);
-    float *const dweight = sums + M * C, *const dbias = dweight + C, *const moved = dbias + C, *const dnormed = moved + C;
+    float *const sums = call.row<float>(12, piece, (M + 2) * C), *const work = call.row<float>(13, piece, 4 * C);
+    float *const dweight = sums + M * C, *const dbias = dweight + C, *const moved = work, *const dnormed = work + C;
     float *now = dnormed + C, *before = now + C;
-    std::memset(sums, 0, (M + 3) * C * sizeof(float));
+    std::memset(sums, 0, (M + 2) * C * sizeof(float));
+    std::memset(moved, 0, C * sizeof(float));
     const T* grads[M];
     if (end < z.T && !marked(starts, end)) {
-        for (int m = 0; m < M; m++) grads[m] = call.row<T>(13 + m, row0 + end, C);
+        for (int m = 0; m < M; m++) grads[m] = call.row<T>(14 + m, row0 + end, C);
         for (int64_t c = 0; c < C; c += W) {
             V part = V{};
             UNROLL
@@ -110,7 +111,7 @@ APART void backward_piece(const Call& call, int64_t piece, Nothing&) {
         if (clear || (t == 0 && first == nullptr)) std::memset(before, 0, C * sizeof(float));
         else if (t == 0) std::memcpy(before, first, C * sizeof(float));
         else norm_again(t - 1, before);
-        for (int m = 0; m < M; m++) grads[m] = call.row<T>(13 + m, row, C);
+        for (int m = 0; m < M; m++) grads[m] = call.row<T>(14 + m, row, C);
         const float *sum = call.row<float>(0, row, C), *dsum = call.row<float>(7, row, C);
         Stats s;
         std::memcpy(&s, call.row<float>(1, row, 2), sizeof s);
@@ -183,8 +184,8 @@ OPERATOR(norm_mix_forward) {
 }
 
 // tensors: sum, stats, weight, bias, shares, first or null, starts or null, dsum or null, dlast [B, C] or null, dx,
-// dadded or null, dfirst [B, C] or null, sums [pieces, M + 6, C] (of the shares, the weight and the bias come first),
-// the gradients of mixed (M of them).
+// dadded or null, dfirst [B, C] or null, sums [pieces, M + 2, C] of the shares, the weight and the bias, work [pieces, 4,
+// C], the gradients of mixed (M of them).
 OPERATOR(norm_mix_backward) {
     const Call call{sizes, tensors, scalars};
     switch (sizes[3]) {

@@ -1,4 +1,4 @@
-"""Builds a recurrence of kernels/cuda with nvcc at first use, for the device at hand, and loads it.
+"""Builds an operator of kernels/cuda with nvcc at first use, for the device at hand, and loads it.
 
 Promises: as build.py. Environment read here: CUDACXX (the compiler), CUDA_HOME and CUDA_PATH (where the toolkit lies).
 """
@@ -36,7 +36,10 @@ FLAGS = ("-std=c++17", "-O3", "-Xcompiler=-fPIC", f"-DCHUNK_LENGTH={CHUNK_LENGTH
 def load_cuda_operator(
     name: str, head_size: int, capability: tuple[int, int], check: Callable[[ctypes.CDLL], None]
 ) -> Kernels:
-    """The operator of kernels/cuda/NAME.cu for one head size and compute capability. NoCompiler or KernelError."""
+    """The operator of kernels/cuda/NAME.cu for one head size (0: it has none) and compute capability.
+
+    NoCompiler or KernelError if that cannot be.
+    """
     nvcc = find_nvcc()
     instructions = f"sm_{capability[0]}{capability[1]}"
     recipe = cuda_recipe(name, head_size, instructions.removeprefix("sm_"), nvcc)

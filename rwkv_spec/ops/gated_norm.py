@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
+from rwkv_spec.ops.fused import (
+    ROWS_OF_A_PIECE,
+    FusedOperator,
+    call,
+    contiguous,
+    normal,
+    num_pieces,
+    rows_of_a_piece,
+    try_build,
+)
 
 
 class Bonus(NamedTuple):
@@ -98,7 +107,7 @@ class _GatedNorm(torch.autograd.Function):
         rows, width = y_RC.shape
         given = tuple(contiguous(x) for x in (y_RC, gate_RC, r_RC, k_RC, v_RC, weight_C, bias_C, r_k_HN))
         out_RC = torch.empty_like(gate_RC, memory_format=torch.contiguous_format)
-        sizes = (rows, num_heads, width // num_heads, ROWS_OF_A_PIECE)
+        sizes = (rows, num_heads, width // num_heads, rows_of_a_piece(y_RC.device))
         call(library, "gated_norm_forward", sizes, gate_RC.dtype, (*given, out_RC), scalars=(eps,))
         ctx.save_for_backward(*given)
         ctx.library, ctx.sizes, ctx.eps = library, sizes, eps
@@ -111,13 +120,13 @@ class _GatedNorm(torch.autograd.Function):
         y_RC, gate_RC, r_RC, k_RC, v_RC, weight_C, _, r_k_HN = given
         # In the order of y, gate, r, k, v.
         rows = [None if x is None else torch.empty_like(x) for x in (y_RC, gate_RC, r_RC, k_RC, v_RC)]
-        sums = weight_C.new_empty((num_pieces(len(y_RC)), 3, len(weight_C)))
+        sums = weight_C.new_empty((num_pieces(len(y_RC), ctx.sizes[3]), 3, len(weight_C)))
         call(
             ctx.library,
             "gated_norm_backward",
             ctx.sizes,
             gate_RC.dtype,
-            (*given, grads[0].contiguous(), *rows, sums),
+            (*given, contiguous(grads[0]), *rows, sums),
             scalars=(ctx.eps,),
         )
         dweight_C, dbias_C, dr_k_C = sums.sum(dim=0)
@@ -125,7 +134,7 @@ class _GatedNorm(torch.autograd.Function):
         return None, None, None, rows[0], rows[1], dweight_C, dbias_C, *rows[2:], dr_k_HN
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     R, H, N = ROWS_OF_A_PIECE + 3, 2, 48
     rows, channels = (R, H * N), (H * N,)
     inputs = normal(2, rows, rows, channels, channels, rows, rows, rows, (H, N))
@@ -139,7 +148,7 @@ def _check(library: ctypes.CDLL) -> None:
         return (gated_norm_reference(*x[:4], bonus=bonus, num_heads=H, eps=1e-3),)
 
     for count in (4, 8):
-        try_build("gated_norm", library, inputs[:count], compiled, reference)
+        try_build("gated_norm", library, inputs[:count], compiled, reference, device)
 
 
 GATED_NORM = FusedOperator("gated_norm", _check)

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
+from rwkv_spec.ops.fused import (
+    ROWS_OF_A_PIECE,
+    FusedOperator,
+    call,
+    contiguous,
+    normal,
+    num_pieces,
+    rows_of_a_piece,
+    try_build,
+)
 
 # How many mixed outputs the compiled form is made for.
 _COMPILED_COUNTS = (1, 2, 4, 6)
@@ -106,15 +115,15 @@ class _NormMix(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         B, T, C = x_BTC.shape
         M = len(shares_MC)
-        x_BTC = x_BTC.contiguous()
-        parameters = tuple(x.contiguous() for x in (weight_C, bias_C, shares_MC))
+        x_BTC, *parameters = (contiguous(x) for x in (x_BTC, weight_C, bias_C, shares_MC))
         first_BC, starts_BT = contiguous(first_BC), contiguous(starts_BT)
         sum_BTC = None if added_BTC is None else torch.empty_like(x_BTC)
         stats_BT2, last_BC = x_BTC.new_empty((B, T, 2)), x_BTC.new_empty((B, C))
-        work = x_BTC.new_empty((B * num_pieces(T), 2, C))
+        run = rows_of_a_piece(x_BTC.device)
+        work = None if x_BTC.is_cuda else x_BTC.new_empty((B * num_pieces(T, run), 2, C))
         mixed_BTC = tuple(x_BTC.new_empty(x_BTC.shape, dtype=dtype) for _ in range(M))
         given = (x_BTC, contiguous(added_BTC), *parameters, first_BC, starts_BT)
-        sizes = (B, T, C, M, ROWS_OF_A_PIECE)
+        sizes = (B, T, C, M, run)
         outputs = (sum_BTC, stats_BT2, last_BC, work, *mixed_BTC)
         call(library, "norm_mix_forward", sizes, dtype, (*given, *outputs), scalars=(eps,))
         ctx.save_for_backward(x_BTC if sum_BTC is None else sum_BTC, stats_BT2, *parameters, first_BC, starts_BT)
@@ -127,31 +136,34 @@ class _NormMix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         sum_BTC, stats_BT2, weight_C, bias_C, shares_MC, first_BC, starts_BT = ctx.saved_tensors
-        B, T, C, M, _ = ctx.sizes
+        B, T, C, M, run = ctx.sizes
         dsum_BTC = contiguous(grads[0]) if ctx.adds else None
         dlast_BC = contiguous(grads[1])
-        mixed = [torch.zeros_like(sum_BTC, dtype=ctx.dtype) if x is None else x.contiguous() for x in grads[2:]]
+        mixed = [torch.zeros_like(sum_BTC, dtype=ctx.dtype) if x is None else contiguous(x) for x in grads[2:]]
         dx_BTC = torch.empty_like(sum_BTC)
         # In float32 what is added has the gradient of x itself.
         is_own = ctx.adds and ctx.dtype != torch.float32
         dadded_BTC = torch.empty_like(sum_BTC, dtype=ctx.dtype) if is_own else None
         dfirst_BC = None if first_BC is None else torch.empty_like(first_BC)
-        sums = sum_BTC.new_empty((B * num_pieces(T), M + 6, C))
+        pieces = B * num_pieces(T, run)
+        sums = sum_BTC.new_empty((pieces, M + 2, C))
+        # A piece is one thread's on the CPU; where it is many threads' they keep in registers what they work on.
+        work = None if sums.is_cuda else sum_BTC.new_empty((pieces, 4, C))
         given = (sum_BTC, stats_BT2, weight_C, bias_C, shares_MC, first_BC, starts_BT, dsum_BTC, dlast_BC)
-        outputs = (dx_BTC, dadded_BTC, dfirst_BC, sums)
+        outputs = (dx_BTC, dadded_BTC, dfirst_BC, sums, work)
         call(ctx.library, "norm_mix_backward", ctx.sizes, ctx.dtype, (*given, *outputs, *mixed))
-        sums_KC = sums[:, : M + 2].sum(dim=0)
+        sums_KC = sums.sum(dim=0)
         if ctx.adds and not is_own:
             dadded_BTC = dx_BTC
         dshares_MC, dweight_C, dbias_C = sums_KC[:M], sums_KC[M], sums_KC[M + 1]
         return None, dx_BTC, dadded_BTC, dweight_C, dbias_C, dshares_MC, dfirst_BC, None, None, None
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     B, T, C = 2, ROWS_OF_A_PIECE + 6, 48
     # What inference mode makes could not be saved.
     with torch.inference_mode(False):
-        starts = torch.zeros(B, T, dtype=torch.bool, device="cpu")
+        starts = torch.zeros(B, T, dtype=torch.bool, device=device)
     starts[0, ROWS_OF_A_PIECE] = starts[1, 5] = True
     for M in _COMPILED_COUNTS:
         inputs = normal(1, (B, T, C), (B, T, C), (C,), (C,), (M, C), (B, C))
@@ -165,7 +177,7 @@ def _check(library: ctypes.CDLL) -> None:
             mixed = norm_mix_reference(*before, first_BC=first, starts_BT=starts, dtype=torch.float64, eps=1e-3)
             return mixed.sum_BTC, *mixed.mixed_BTC, mixed.last_BC
 
-        try_build("norm_mix", library, inputs, compiled, reference)
+        try_build("norm_mix", library, inputs, compiled, reference, device)
 
 
 NORM_MIX = FusedOperator("norm_mix", _check)

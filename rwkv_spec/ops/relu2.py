@@ -48,7 +48,7 @@ class _Relu2(torch.autograd.Function):
         return None, dx
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     def compiled(library: ctypes.CDLL, x: Tensor) -> tuple[Tensor]:
         # A leaf could not be overwritten.
         return (_Relu2.apply(library, x * 1.0),)  # type: ignore[no-untyped-call]
@@ -56,7 +56,7 @@ def _check(library: ctypes.CDLL) -> None:
     def reference(x: Tensor) -> tuple[Tensor]:
         return (relu2_reference(x),)
 
-    try_build("relu2", library, normal(4, (333,)), compiled, reference)
+    try_build("relu2", library, normal(4, (333,)), compiled, reference, device)
 
 
 RELU2 = FusedOperator("relu2", _check)

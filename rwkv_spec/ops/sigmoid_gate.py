@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_spec.ops.fused import FusedOperator, call, normal, try_build
+from rwkv_spec.ops.fused import FusedOperator, call, contiguous, normal, try_build
 
 
 def sigmoid_gate(gate: Tensor, value: Tensor, *, backend: str) -> Tensor:
@@ -32,7 +32,7 @@ def sigmoid_gate_reference(gate: Tensor, value: Tensor) -> Tensor:
 class _SigmoidGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, library: ctypes.CDLL, gate: Tensor, value: Tensor) -> Tensor:
-        gate, value = gate.contiguous(), value.contiguous()
+        gate, value = contiguous(gate), contiguous(value)
         out = torch.empty_like(value)
         call(library, "sigmoid_gate_forward", (value.numel(),), value.dtype, (gate, value, out))
         ctx.save_for_backward(gate, value)
@@ -44,19 +44,19 @@ class _SigmoidGate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, Tensor]:
         gate, value = ctx.saved_tensors
         dgate, dvalue = torch.empty_like(gate), torch.empty_like(value)
-        given = (gate, value, grads[0].contiguous())
+        given = (gate, value, contiguous(grads[0]))
         call(ctx.library, "sigmoid_gate_backward", (value.numel(),), value.dtype, (*given, dgate, dvalue))
         return None, dgate, dvalue
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     def compiled(library: ctypes.CDLL, *x: Tensor) -> tuple[Tensor]:
         return (_SigmoidGate.apply(library, *x),)  # type: ignore[no-untyped-call]
 
     def reference(*x: Tensor) -> tuple[Tensor]:
         return (sigmoid_gate_reference(*x),)
 
-    try_build("sigmoid_gate", library, normal(7, (5, 48), (5, 48)), compiled, reference)
+    try_build("sigmoid_gate", library, normal(7, (5, 48), (5, 48)), compiled, reference, device)
 
 
 SIGMOID_GATE = FusedOperator("sigmoid_gate", _check)

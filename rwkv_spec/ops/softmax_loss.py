@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from rwkv_spec.ops.fused import FusedOperator, call, compare
+from rwkv_spec.ops.fused import FusedOperator, call, compare, normal
 
 
 def softmax_loss(
@@ -17,7 +17,7 @@ def softmax_loss(
 
     If wanted, the logits become weight * (softmax - 1 at the target + l2wrap * m at the largest logit m, the first if
     several are equal). A row of weight 0 has a loss and a gradient of exactly 0, whatever it holds. targets: int64,
-    weights: float32 (float64 for float64 logits).
+    places of logits: another one gives NaN, or in plain torch an error. weights: float32 (float64 for float64 logits).
     """
     library = SOFTMAX_LOSS.library(
         backend, logits_PV.device, rows=(logits_PV,), dtype=logits_PV.dtype, wide=(weights_P,)
@@ -57,14 +57,18 @@ def _compiled(
     return loss_P
 
 
-def _check(library: ctypes.CDLL) -> None:
-    with torch.inference_mode(False):
-        logits = torch.randn(19, 77, generator=torch.Generator().manual_seed(4)) * 3
-        targets, weights = torch.arange(19) * 4, torch.linspace(0.0, 2.0, 19)
-        wide = logits.double()
-        want = softmax_loss_reference(wide, targets, weights.double(), l2wrap=0.1, want_gradient=True)
-        got = _compiled(library, logits, targets, weights, 0.1, True)
-        compare("softmax_loss", (got, logits), (want, wide))
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
+    # A width of whole vectors, and one that is not.
+    for width in (77, 80):
+        with torch.inference_mode(False):
+            logits, weights = (x.to(device, copy=True) for x in normal(4, (19, width), (19,)))
+            logits *= 3
+            weights[0] = 0.0
+            targets = torch.arange(19, device=device) * 4
+            wide = logits.double()
+            want = softmax_loss_reference(wide, targets, weights.double(), l2wrap=0.1, want_gradient=True)
+            got = _compiled(library, logits, targets, weights, 0.1, True)
+            compare("softmax_loss", (got, logits), (want, wide))
 
 
 SOFTMAX_LOSS = FusedOperator("softmax_loss", _check)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
+from rwkv_spec.ops.fused import (
+    ROWS_OF_A_PIECE,
+    FusedOperator,
+    call,
+    contiguous,
+    normal,
+    num_pieces,
+    rows_of_a_piece,
+    try_build,
+)
 
 # How many mixed outputs there are: for w, k, v, r and g.
 NUM_OUTPUTS: Final = 5
@@ -74,7 +83,7 @@ class _TokenMix(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         given = tuple(contiguous(x) for x in (x_BTC, added_5RC, shares_5C, first_BC, starts_BT))
         mixed_BTC = tuple(x_BTC.new_empty(x_BTC.shape) for _ in range(NUM_OUTPUTS))
-        sizes = (*x_BTC.shape, NUM_OUTPUTS, ROWS_OF_A_PIECE)
+        sizes = (*x_BTC.shape, NUM_OUTPUTS, rows_of_a_piece(x_BTC.device))
         call(library, "token_mix_forward", sizes, x_BTC.dtype, (*given, *mixed_BTC))
         ctx.save_for_backward(*given)
         ctx.library, ctx.sizes = library, sizes
@@ -86,21 +95,21 @@ class _TokenMix(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         x_BTC, added_5RC, shares_5C, first_BC, _ = given
-        into = [torch.zeros_like(x_BTC) if x is None else x.contiguous() for x in grads]
+        into = [torch.zeros_like(x_BTC) if x is None else contiguous(x) for x in grads]
         dx_BTC, dadded_5RC = torch.empty_like(x_BTC), torch.empty_like(added_5RC)
         dfirst_BC = None if first_BC is None else torch.empty_like(first_BC)
-        B, T, C = x_BTC.shape
-        sums = shares_5C.new_empty((B * num_pieces(T), NUM_OUTPUTS + 1, C))
+        B, T, C, _, run = ctx.sizes
+        sums = shares_5C.new_empty((B * num_pieces(T, run), NUM_OUTPUTS + 1, C))
         outputs = (dx_BTC, dadded_5RC, dfirst_BC, sums)
         call(ctx.library, "token_mix_backward", ctx.sizes, x_BTC.dtype, (*given, *outputs, *into))
         return None, dx_BTC, dadded_5RC, sums[:, :NUM_OUTPUTS].sum(dim=0), dfirst_BC, None
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     B, T, C = 2, ROWS_OF_A_PIECE + 6, 48
     # What inference mode makes could not be saved.
     with torch.inference_mode(False):
-        starts = torch.zeros(B, T, dtype=torch.bool, device="cpu")
+        starts = torch.zeros(B, T, dtype=torch.bool, device=device)
     starts[0, ROWS_OF_A_PIECE] = starts[1, 5] = True
     inputs = normal(6, (B, T, C), (NUM_OUTPUTS, B * T, C), (NUM_OUTPUTS, C), (B, C))
 
@@ -111,7 +120,7 @@ def _check(library: ctypes.CDLL) -> None:
     def reference(*x: Tensor) -> tuple[Tensor, ...]:
         return token_mix_reference(*x[:3], first_BC=x[3], starts_BT=starts)
 
-    try_build("token_mix", library, inputs, compiled, reference)
+    try_build("token_mix", library, inputs, compiled, reference, device)
 
 
 TOKEN_MIX = FusedOperator("token_mix", _check)

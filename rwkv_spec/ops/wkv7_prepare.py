@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rwkv_spec.ops.fused import ROWS_OF_A_PIECE, FusedOperator, call, contiguous, normal, num_pieces, try_build
+from rwkv_spec.ops.fused import (
+    ROWS_OF_A_PIECE,
+    FusedOperator,
+    call,
+    contiguous,
+    normal,
+    num_pieces,
+    rows_of_a_piece,
+    try_build,
+)
 
 # A head whose norm is smaller is divided by this instead.
 NORMALIZE_EPS: Final = 1e-12
@@ -134,7 +143,7 @@ class _Wkv7Prepare(torch.autograd.Function):
         parameters = [contiguous(x) for x in (w0_C, a0_C, v0_C, k_k_C, k_a_C)]
         w_raw_RC, new_k_RC, a_RC, b_RC = (k_RC.new_empty(k_RC.shape) for _ in range(4))
         mixed_RC = None if v_RC is None else k_RC.new_empty(k_RC.shape)
-        sizes = (rows, width // head_size, head_size, ROWS_OF_A_PIECE)
+        sizes = (rows, width // head_size, head_size, rows_of_a_piece(k_RC.device))
         outputs = (w_raw_RC, new_k_RC, mixed_RC, a_RC, b_RC)
         call(library, "wkv7_prepare_forward", sizes, k_RC.dtype, (*given, *parameters, *outputs))
         ctx.save_for_backward(*given[1:], *parameters[1:])
@@ -146,11 +155,11 @@ class _Wkv7Prepare(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         k_RC, v_RC = given[1], given[2]
-        dw_raw_RC, dnew_k_RC, da_RC, db_RC, *dmixed = (x.contiguous() for x in grads)
+        dw_raw_RC, dnew_k_RC, da_RC, db_RC, *dmixed = (contiguous(x) for x in grads)
         da_low_RC, dk_RC = torch.empty_like(k_RC), torch.empty_like(k_RC)
         dv_RC, dv_low_RC, dv_first_RC = (None if v_RC is None else torch.empty_like(v_RC) for _ in range(3))
         width = k_RC.shape[1]
-        sums = k_RC.new_empty((num_pieces(len(k_RC)), 5, width), dtype=torch.float32)
+        sums = k_RC.new_empty((num_pieces(len(k_RC), ctx.sizes[3]), 5, width), dtype=torch.float32)
         into = (dw_raw_RC, dnew_k_RC, dmixed[0] if dmixed else None, da_RC, db_RC)
         outputs = (da_low_RC, dk_RC, dv_RC, dv_low_RC, dv_first_RC, sums)
         call(ctx.library, "wkv7_prepare_backward", ctx.sizes, k_RC.dtype, (*given, *into, *outputs))
@@ -159,7 +168,7 @@ class _Wkv7Prepare(torch.autograd.Function):
         return None, None, *rows, dw0_C, da0_C, None if v_RC is None else dv0_C, dk_k_C, dk_a_C
 
 
-def _check(library: ctypes.CDLL) -> None:
+def _check(library: ctypes.CDLL, device: str = "cpu") -> None:
     R, H, N = ROWS_OF_A_PIECE + 3, 2, 48
     rows, parameters = normal(3, *6 * [(R, H * N)]), normal(4, *5 * [(H * N,)])
 
@@ -174,9 +183,9 @@ def _check(library: ctypes.CDLL) -> None:
         k_k, k_a = others[-2:]
         return wkv7_prepare_reference(w_low, a_low, k, v, residual, w0_C=w0, a0_C=a0, k_k_C=k_k, k_a_C=k_a, head_size=N)
 
-    try_build("wkv7_prepare", library, [*rows, *parameters], compiled, reference)
+    try_build("wkv7_prepare", library, [*rows, *parameters], compiled, reference, device)
     without = [*rows[:4], *parameters[:2], *parameters[3:]]
-    try_build("wkv7_prepare", library, without, compiled, reference)
+    try_build("wkv7_prepare", library, without, compiled, reference, device)
 
 
 WKV7_PREPARE = FusedOperator("wkv7_prepare", _check)

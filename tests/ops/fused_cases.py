@@ -55,7 +55,7 @@ class Case:
     def upstream(self, name: str, output: Tensor) -> Tensor:
         """What flows back into an output: the same for any dtype to the places of this case's."""
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.randn(output.shape, generator=generator).to(self.dtype).to(output.dtype)
+        return torch.randn(output.shape, generator=generator).to(self.dtype).to(output)
 
 
 @contextlib.contextmanager
@@ -167,7 +167,7 @@ def norm_mix_case(
             x["bias"],
             x["shares"],
             first_BC=x.get("first"),
-            starts_BT=starts_BT,
+            starts_BT=None if starts_BT is None else starts_BT.to(x["x"].device),
             dtype=dtype,
             eps=1e-5,
             backend=backend,
@@ -253,7 +253,8 @@ def token_mix_case(
 
     def run(x: Tensors, dtype: torch.dtype, backend: str) -> Tensors:
         main = (x["x"], x["added"], x["shares"])
-        mixed = token_mix(*main, first_BC=x.get("first"), starts_BT=starts_BT, backend=backend)
+        flags_BT = None if starts_BT is None else starts_BT.to(x["x"].device)
+        mixed = token_mix(*main, first_BC=x.get("first"), starts_BT=flags_BT, backend=backend)
         return {f"mixed_{m}": y for m, y in enumerate(mixed)}
 
     return Case(dtype, inputs, run)

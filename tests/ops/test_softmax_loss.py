@@ -84,6 +84,16 @@ def test_what_is_no_number_is_seen_in_the_loss(backend: str) -> None:
 
 
 @compiled
+@pytest.mark.parametrize("target", [-1, 37, 2**40])
+def test_a_target_that_is_no_logit_gives_no_number_and_reads_nothing_else(target: int) -> None:
+    logits, targets, weights = _case(5, 37, dtype=torch.float32)
+    targets[3] = target
+    loss = softmax_loss(logits, targets, weights, l2wrap=L2WRAP, want_gradient=True, backend="cpu")
+    assert torch.isfinite(loss).tolist() == [True, True, True, False, True]
+    assert logits[3].isnan().all() and torch.isfinite(logits[4]).all()
+
+
+@compiled
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("target", [0, 5, 30])
 def test_the_first_of_the_largest_logits_is_pulled(target: int, backend: str) -> None:
@@ -127,7 +137,7 @@ MUTANTS = {
     "the last columns left out": ("if (n < length) sum +=", "if (n > length) sum +="),
     "no target in the gradient": (" / sum - 1.0f)", " / sum)"),
     "no regulariser": ("const float pull = weight * l2wrap * largest;", "const float pull = 0.0f * l2wrap;"),
-    "the weight left out of the gradient": ("largest, weight / sum);", "largest, 1.0f / sum);"),
+    "the weight left out of the gradient": ("there ? weight / sum : own", "there ? 1.0f / sum : own"),
 }
 
 
