@@ -140,6 +140,22 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(tmp_path: Path, caps
         rwkv_spec.run(tiny_spec(tmp_path, train={"steps": 4}))
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_gradient_checkpoints_may_be_switched_and_change_no_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: bool
+) -> None:
+    folders = [tmp_path / "switched", tmp_path / "as it was"]
+    for folder, second in zip(folders, (not first, first), strict=True):
+        folder.mkdir()
+        rwkv_spec.run(tiny_spec(folder, train={"grad_checkpoint": first}))
+        run = rwkv_spec.run(tiny_spec(folder, train={"steps": 12, "grad_checkpoint": second}))
+        assert run.model.grad_checkpoint is second and run.metrics[-1].step == 12
+        resolved = yaml.safe_load((run.dir / "configs" / "resolved.yaml").read_text())
+        assert resolved["train"]["grad_checkpoint"] is second
+        assert "going on after step 8 of 12" in capsys.readouterr().out
+    assert same_bytes(*(outputs(folder / "run") for folder in folders))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

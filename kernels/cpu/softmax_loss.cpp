@@ -3,8 +3,7 @@
 //   place `largest` (the first, if several are equal).
 //   loss = weight * (log(sum of exp(logits)) - logits[target])
 //   gradient = weight * (softmax(logits) - [target] + [largest] * l2wrap * m)
-// A row of weight 0 has a loss and a gradient of exactly 0, whatever it holds; one whose target is none of its logits
-// gets what is not a number. Nothing is saved.
+// A row of weight 0 has a loss and a gradient of exactly 0, whatever it holds. Nothing is saved.
 // sizes: P, V. scalars: l2wrap, and 1 where the gradient is wanted.
 
 #include <limits>
@@ -93,15 +92,13 @@ APART void piece_of(const Call& call, int64_t piece, Nothing&) {
             continue;
         }
         const float largest = largest_of(row, length), sum = sum_of_exponentials(row, length, largest);
-        const bool there = target >= 0 && target < length;
-        const float own = there ? one(row + target) : std::numeric_limits<float>::quiet_NaN();
+        const float own = one(row + target);
         call.tensor<float>(3)[p] = weight * (std::log(sum) + (largest - own));
         if (!wants_gradient) continue;
         int64_t place = 0;
         // Of logits that are not numbers none may be equal to it.
         while (place < length - 1 && one(row + place) != largest) place++;
-        write_softmax(row, length, largest, there ? weight / sum : own);
-        if (!there) continue;
+        write_softmax(row, length, largest, weight / sum);
         // These two are rounded once, not before and after what is added to them.
         const float pull = weight * l2wrap * largest;
         if (place != target) set_one(row + place, weight / sum + pull);

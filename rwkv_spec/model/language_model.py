@@ -134,7 +134,13 @@ class LanguageModel(nn.Module):
         `starts_BT` (bool) marks tokens before which state and token shift are forgotten. Dropout is applied if
         `dropout_seed_B` (int64) is given, in training and evaluation mode alike; without it there is none.
         """
-        x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=starts_BT, dropout_seed_B=dropout_seed_B)
+        x_BTC, added_BTC, layers = self._run(
+            ids_BT,
+            state,
+            starts_BT=starts_BT,
+            dropout_seed_B=dropout_seed_B,
+            keep_layers=return_state and loss is None,
+        )
         hidden_BTC = final_norm(x_BTC, added_BTC, self.ln_out, backend=self.backend)
         if loss is not None:
             return loss(hidden_BTC, self.head.weight)
@@ -143,7 +149,7 @@ class LanguageModel(nn.Module):
 
     def prefill(self, ids_BT: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The parallel form for prompts: logits [B, V] of the last position alone, and the State after it."""
-        x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=None, dropout_seed_B=None)
+        x_BTC, added_BTC, layers = self._run(ids_BT, state, starts_BT=None, dropout_seed_B=None, keep_layers=True)
         last_BC = final_norm(x_BTC[:, -1:], added_BTC[:, -1:], self.ln_out, backend=self.backend)[:, 0]
         return self.head(last_BC), State.stacked(layers)
 
@@ -210,9 +216,15 @@ class LanguageModel(nn.Module):
         return State(shift, wkv, shift.clone())
 
     def _run(
-        self, ids_BT: Tensor, state: State | None, *, starts_BT: Tensor | None, dropout_seed_B: Tensor | None
+        self,
+        ids_BT: Tensor,
+        state: State | None,
+        *,
+        starts_BT: Tensor | None,
+        dropout_seed_B: Tensor | None,
+        keep_layers: bool,
     ) -> tuple[Tensor, Tensor, list[LayerState]]:
-        """x, what is still to be added to it, and what each layer carries on."""
+        """x, what is still to be added to it, and what each layer carries on, if that is to be kept."""
         if ids_BT.dim() != 2 or ids_BT.shape[1] == 0:
             raise ValueError(f"ids must be [batch, time] with at least one token, got {list(ids_BT.shape)}")
         x_BTC = self.emb(ids_BT)
@@ -232,7 +244,9 @@ class LanguageModel(nn.Module):
                 starts_BT=starts_BT,
                 dropout_seed_B=dropout_seed_B,
             )
-            layers.append(layer_state)
+            # In plain torch its last inputs are views, each of which would keep a whole [B, T, C].
+            if keep_layers:
+                layers.append(layer_state)
         assert added_BTC is not None
         return x_BTC, added_BTC, layers
 

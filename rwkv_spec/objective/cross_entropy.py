@@ -41,16 +41,21 @@ def cross_entropy(
             f"hidden vectors {list(hidden_BTC.shape)}, targets {list(targets_BT.shape)} and weights "
             f"{list(weights_BT.shape)} do not belong together"
         )
+    # Autograd tells its functions only which tensors could have a gradient, not whether any is wanted.
+    want_gradient = torch.is_grad_enabled() and (hidden_BTC.requires_grad or head_VC.requires_grad)
     wide = torch.float64 if hidden_BTC.dtype == torch.float64 else torch.float32
     weights_BT = weights_BT.to(wide)
-    value: Tensor = _HeadAndLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_BTC.reshape(-1, hidden_BTC.shape[-1]),
-        head_VC,
-        torch.where(weights_BT != 0, targets_BT, 0).reshape(-1),
-        weights_BT.reshape(-1),
-        l2wrap,
-        backend,
-    )
+    # Autocast would give the products another dtype than the places that take them.
+    with torch.autocast(hidden_BTC.device.type, enabled=False):
+        value: Tensor = _HeadAndLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_BTC.reshape(-1, hidden_BTC.shape[-1]),
+            head_VC,
+            torch.where(weights_BT != 0, targets_BT, 0).reshape(-1),
+            weights_BT.reshape(-1),
+            l2wrap,
+            backend,
+            want_gradient,
+        )
     return value, weights_BT.sum()
 
 
@@ -66,8 +71,8 @@ class _HeadAndLoss(torch.autograd.Function):
         weights_R: Tensor,
         l2wrap: float,
         backend: str,
+        want_gradient: bool,
     ) -> Tensor:
-        want_gradient = any(ctx.needs_input_grad[:2])
         product_VC = head_VC.to(hidden_RC.dtype)
         unweighted_R1 = (weights_R == 0).unsqueeze(1)
         if unweighted_R1.any():
@@ -90,7 +95,10 @@ class _HeadAndLoss(torch.autograd.Function):
             if want_gradient:
                 torch.mm(logits_PV, product_VC, out=dhidden_RC[rows])
                 # Added up in the dtype of the weights, however coarse that of the products is.
-                dhead_VC += logits_PV.t() @ hidden_RC[rows]
+                if dhead_VC.dtype == logits_PV.dtype:
+                    dhead_VC.addmm_(logits_PV.t(), hidden_RC[rows])
+                else:
+                    dhead_VC += logits_PV.t() @ hidden_RC[rows]
         if want_gradient:
             ctx.save_for_backward(dhidden_RC, dhead_VC)
         return loss_R.sum()
@@ -99,7 +107,7 @@ class _HeadAndLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_RC, dhead_VC = ctx.saved_tensors
-        return dhidden_RC.mul_(upstream[0]), dhead_VC.mul_(upstream[0]), None, None, None, None
+        return dhidden_RC.mul_(upstream[0]), dhead_VC.mul_(upstream[0]), None, None, None, None, None
 
 
 def _pieces(num_rows: int, num_logits: int) -> Iterator[slice]:

@@ -170,14 +170,15 @@ def _in_chunks(
         pieces = [x[:, first : first + CHUNK_LENGTH] for x in inputs]
         keep = None if keep_BT is None else keep_BT[:, first : first + CHUNK_LENGTH]
         if differentiate:
-            y, state = checkpoint(_a_chunk, chunk, pieces, state, keep, use_reentrant=False, preserve_rng_state=False)
+            # Tensors one by one: those in a list would be held on to, where a whole block is computed again.
+            y, state = checkpoint(_a_chunk, chunk, state, keep, *pieces, use_reentrant=False, preserve_rng_state=False)
         else:
-            y, state = _a_chunk(chunk, pieces, state, keep)
+            y, state = _a_chunk(chunk, state, keep, *pieces)
         outputs.append(y)
     return torch.cat(outputs, dim=1) if outputs else torch.empty_like(r_BTHN), state
 
 
-def _a_chunk(chunk: Chunk, inputs: Sequence[Tensor], state: Tensor, keep_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+def _a_chunk(chunk: Chunk, state: Tensor, keep_BT: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """A few tokens; heads first, so that each product with the state is one batched matrix product."""
     B, T, H, N = inputs[0].shape
     columns = [x.to(state.dtype).permute(1, 0, 2, 3).reshape(T, B * H, N, 1) for x in inputs]

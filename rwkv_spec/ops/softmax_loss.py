@@ -7,6 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from rwkv_spec.errors import KernelError
 from rwkv_spec.ops.fused import FusedOperator, call, compare, normal
 
 
@@ -17,7 +18,8 @@ def softmax_loss(
 
     If wanted, the logits become weight * (softmax - 1 at the target + l2wrap * m at the largest logit m, the first if
     several are equal). A row of weight 0 has a loss and a gradient of exactly 0, whatever it holds. targets: int64,
-    places of logits: another one gives NaN, or in plain torch an error. weights: float32 (float64 for float64 logits).
+    weights: float32 (float64 for float64 logits). A target that is no place in its row is a KernelError from compiled
+    code for the CPU, NaN from that for CUDA, and torch's own error from plain torch.
     """
     library = SOFTMAX_LOSS.library(
         backend, logits_PV.device, rows=(logits_PV,), dtype=logits_PV.dtype, wide=(weights_P,)
@@ -50,6 +52,14 @@ def softmax_loss_reference(
 def _compiled(
     library: ctypes.CDLL, logits_PV: Tensor, targets_P: Tensor, weights_P: Tensor, l2wrap: float, want_gradient: bool
 ) -> Tensor:
+    num_logits = logits_PV.shape[1]
+    foreign_P = (weights_P != 0) & ((targets_P < 0) | (targets_P >= num_logits))
+    # A device would have to be waited for.
+    if not logits_PV.is_cuda and foreign_P.any():
+        raise KernelError(
+            f"softmax_loss: targets must be from 0 to {num_logits - 1}, got {int(targets_P[foreign_P][0])}; "
+            "give rows that have no target a weight of 0"
+        )
     loss_P = torch.empty_like(weights_P, memory_format=torch.contiguous_format)
     tensors = (logits_PV, targets_P.contiguous(), weights_P.contiguous(), loss_P)
     scalars = (l2wrap, float(want_gradient))

@@ -19,7 +19,7 @@ def describe(plan: Plan, spec: Spec, *, sizes: ModelSizes, world: World) -> str:
         *_model(sizes, spec),
         *_data(plan, spec),
         *_length(plan, spec),
-        *_step(plan, world),
+        *_step(plan, spec, world),
         *_memory(plan),
         *_writes(plan, spec),
         *(("note", note) for note in plan.notes),
@@ -80,10 +80,12 @@ def _length(plan: Plan, spec: Spec) -> list[tuple[str, str]]:
     return rows
 
 
-def _step(plan: Plan, world: World) -> list[tuple[str, str]]:
+def _step(plan: Plan, spec: Spec, world: World) -> list[tuple[str, str]]:
     batches = "1 micro-batch" if plan.accumulate == 1 else f"{plan.accumulate} micro-batches"
     who = "1 process" if world.num_processes == 1 else f"{world.num_processes} processes"
     share = f"{counted(plan.batch_size, 'sequence')}: {who}, each {batches} of {plan.micro_batch_size}"
+    if spec.train.grad_checkpoint:
+        share += ", blocks computed again in the backward pass"
     threads = (
         f"{counted(world.num_threads, 'thread')} each"
         if world.num_processes > 1

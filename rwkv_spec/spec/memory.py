@@ -111,10 +111,14 @@ def activation_bytes(
 
 
 def resident_bytes(num_parameters: int, num_untrained: int, *, activations: int, precision: str) -> Bytes:
-    """Weights, gradients and AdamW's two moments are fp32, or fp64 if the run is; every process holds them whole."""
+    """Weights, gradients and AdamW's two moments are fp32, or fp64 if the run is; every process holds them whole.
+
+    In bf16 the weights stand beside their casts, which live as long as a forward pass or longer.
+    """
     value = 8 if precision == "fp64" else 4
+    cast = 2 if precision == "bf16" else 0
     num_trained = num_parameters - num_untrained
-    return Bytes(value * num_parameters, value * num_trained, 2 * value * num_trained, activations)
+    return Bytes((value + cast) * num_parameters, value * num_trained, 2 * value * num_trained, activations)
 
 
 def disk_use(

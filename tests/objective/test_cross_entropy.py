@@ -5,6 +5,9 @@ Most cases take the identity for the head, so that the hidden vectors are the lo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +135,37 @@ def test_no_gradient_is_needed_for_an_evaluation() -> None:
     with torch.no_grad():
         _of_logits(logits, targets, weights)
     assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_no_gradient_is_made_where_none_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    wanted: list[bool] = []
+    whole = module.softmax_loss
+
+    def watched(logits_PV: Tensor, *others: Tensor, want_gradient: bool, **settings: bool) -> Tensor:
+        wanted.append(want_gradient)
+        return whole(logits_PV, *others, want_gradient=want_gradient, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "softmax_loss", watched)
+    logits, targets, weights = _case()
+    with context():
+        value, _ = _of_logits(logits, targets, weights)
+    _of_logits(logits.detach(), targets, weights)
+    again, _ = _of_logits(logits, targets, weights)
+    assert wanted == [False, False, True]
+    assert float(value) == float(again.detach())
+
+
+def test_autocast_does_not_reach_into_it() -> None:
+    logits, targets, weights = _case(dtype=torch.float32)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            value, _ = _of_logits(logits, targets, weights, l2wrap=0.3)
+        results.append((value.detach(), *torch.autograd.grad(value, [logits])))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_the_given_vectors_survive_and_a_second_backward_pass_is_refused() -> None:

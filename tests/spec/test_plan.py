@@ -256,6 +256,22 @@ def test_bytes_in_memory_and_on_disk() -> None:
     assert plan.disk.total == 6 * plan.disk.weights_file + 3 * plan.disk.state
     double = plan_of(spec_of(), world=dataclasses.replace(WORLD, precision="fp64"))
     assert double.bytes.weights == 8 * SIZES.num_parameters
+    # The weights and their casts, which stand beside them.
+    half = plan_of(spec_of(), world=dataclasses.replace(WORLD, precision="bf16"))
+    assert half.bytes.weights == 6 * SIZES.num_parameters and half.bytes.gradients == plan.bytes.gradients
+
+
+def test_gradient_checkpoints_are_foreseen_and_told() -> None:
+    texts, needs = [], []
+    for grad_checkpoint in (False, True):
+        spec = train(epochs=1, grad_checkpoint=grad_checkpoint)
+        plan = plan_of(spec)
+        needs.append(plan.bytes.activations)
+        texts.append(describe(plan, spec, sizes=SIZES, world=WORLD))
+    assert needs[1] < needs[0]
+    told = "blocks computed again in the backward pass"
+    assert [told in text for text in texts] == [False, True]
+    assert max(len(line) for line in texts[1].splitlines()) <= 130
 
 
 def test_a_plan_for_people_is_compact_and_tells_what_is_written_when() -> None:
