@@ -141,7 +141,7 @@ MUTANTS = {
     "the last columns left out": ("if (n < length) sum +=", "if (n > length) sum +="),
     "no target in the gradient": (" / sum - 1.0f)", " / sum)"),
     "no regulariser": ("const float pull = weight * l2wrap * largest;", "const float pull = 0.0f * l2wrap;"),
-    "the weight left out of the gradient": ("there ? weight / sum : own", "there ? 1.0f / sum : own"),
+    "the weight left out of the gradient": ("largest, weight / sum);", "largest, 1.0f / sum);"),
 }
 
 
