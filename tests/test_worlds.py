@@ -157,6 +157,21 @@ def test_the_other_generations_have_the_losses_of_one_process_too(type: str, tmp
             assert right.eval_loss == pytest.approx(left.eval_loss, rel=1e-6)
 
 
+def test_blocks_computed_again_by_two_processes_have_the_losses_of_one(
+    both: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    """Without it, by one: the gradients of a block that is computed again are exchanged as all others are."""
+    # In several micro-batches, of which the last alone is followed by an exchange.
+    spec = uneven(tmp_path, train={**UNEVEN["train"], "grad_checkpoint": True, "micro_batch_size": 1})
+    code, out, error = finish(start(spec, launch_config(tmp_path, num_processes=2)))
+    assert code == 0 and "Warning" not in out + error, out + error
+    alone, together = (read_rows(run / "out" / "metrics.jsonl") for run in (both[0], tmp_path / "run"))
+    assert len(alone) == len(together) == 6
+    for left, right in zip(alone, together, strict=True):
+        assert right.loss == pytest.approx(left.loss, rel=1e-6)
+        assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-5)
+
+
 def test_two_processes_bring_no_warnings(both: tuple[Path, Path, str]) -> None:
     assert "Warning" not in both[2]
 
